@@ -1,0 +1,90 @@
+# make run    install into .venv and run the main job          make lint      ruff, mypy, clang-format
+# make test   C++ tests, then pytest                           make sanitize  C++ tests under ASan + UBSan, and TSan
+# make format rewrite sources in the house style               make clean     remove .venv and build
+#
+# PYTHON=python3.12      another interpreter for .venv         EXTRAS=torch,mpi   more extras for make test
+# RUN_ARGS="--ranks 2"   arguments of the main job             PYTEST_ARGS="-k fp8"
+
+PYTHON ?= python3
+CXX ?= g++
+JOBS ?= 2
+EXTRAS ?=
+RUN_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+TEST_EXTRAS := test$(if $(EXTRAS),$(comma)$(EXTRAS))
+TEST_STAMP := $(VENV)/stamp-$(subst $(comma),-,$(TEST_EXTRAS))
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard README.md LICENSE) $(shell find src cpp -type f -not -path '*/__pycache__/*')
+CXX_FILES := $(filter %.cc %.hpp %.cuh,$(SOURCES))
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export CXX
+
+# $(call install,extras): built in one folder for good, so that only what changed is compiled.
+install = SKBUILD_BUILD_DIR=build/python $(PIP_INSTALL) --no-build-isolation ".$(if $(1),[$(1)])" && touch $(VENV)/stamp-package
+
+# $(call cxx_tests,folder,cmake options,ctest options)
+cxx_tests = cmake -S . -B build/$(1) -G Ninja -DEXPERTWIRE_TESTS=ON -DEXPERTWIRE_WERROR=ON $(2) >build/$(1).log \
+	|| { cat build/$(1).log; exit 1; }; \
+	cmake --build build/$(1) -j $(JOBS) && ctest --test-dir build/$(1) --output-on-failure --no-tests=error $(3)
+
+SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g"
+
+.PHONY: run test lint format sanitize clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/stamp-package
+	$(BIN)/expertwire run $(RUN_ARGS)
+
+test: $(TEST_STAMP)
+	$(call cxx_tests,cpp,-DCMAKE_BUILD_TYPE=Release)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(VENV)/stamp-dev
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+sanitize: $(VENV)/stamp-venv
+	$(call cxx_tests,asan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=address$(comma)undefined,-LE slow)
+	$(call cxx_tests,tsan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=thread,-LE slow)
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/stamp-package: $(VENV)/stamp-venv $(SOURCES)
+	$(call install)
+
+$(TEST_STAMP): $(VENV)/stamp-venv $(SOURCES)
+	$(call install,$(TEST_EXTRAS))
+	touch $@
+
+$(VENV)/stamp-dev: $(VENV)/stamp-venv pyproject.toml
+	$(call install,dev)
+	touch $@
+
+# The environment holds what building needs, too: scikit-build-core names cmake and ninja if this machine lacks them.
+$(VENV)/stamp-venv: pyproject.toml
+	@need=; \
+	command -v $(PYTHON) >/dev/null || need="$$need python3"; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || need="$$need python3-venv"; \
+	test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)/Python.h" \
+		|| need="$$need python3-dev"; \
+	command -v $(firstword $(CXX)) >/dev/null || need="$$need g++"; \
+	test -z "$$need" || { echo "This machine lacks what building needs; install it with: apt-get install$$need" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python >= 3.10 is needed, $(PYTHON) is %d.%d" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | xargs $(PIP_INSTALL)
+	$(BIN)/python -c 'from scikit_build_core.build import *; [print(line) for line in get_requires_for_build_wheel()]' \
+		| xargs --no-run-if-empty -d '\n' $(PIP_INSTALL)
+	mkdir -p build
+	touch $@

@@ -1,0 +1,64 @@
+// The contract between core and a backend, on one screen. A backend moves rows; validation of configurations, handles,
+// lanes and the order of operations are core's.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "expertwire/bootstrap.hpp"
+#include "expertwire/types.hpp"
+#include "shared/layout.cuh"
+#include "shared/params.cuh"
+
+namespace expertwire {
+
+// A configuration that has been validated, with every default resolved, seen from one rank.
+struct Problem {
+  RuntimeConfig config;  // experts_per_rank is filled in
+  int rank = 0;
+  int num_ranks = 0;
+  int first_local_expert = 0;
+  int num_local_experts = 0;
+  Shape shape;
+};
+
+// What matters of the machine for a plan.
+struct Machine {
+  int num_cores = 1;                  // that this process may run on
+  std::string cpu_isa;                // instruction set chosen for rows
+  std::vector<std::string> cpu_isas;  // those that could be chosen
+};
+Machine this_machine();
+
+// What will be done for a problem on a machine: a pure function of both (core/plan.hpp).
+struct Plan {
+  SegmentLayout layout;
+  OutputLayout outputs;
+  RouteLayout routes;
+  MemoryBytes memory;
+  std::string cpu_isa;
+  int spin_iterations = 0;  // CPU: polls of a word before sleeping; few when ranks outnumber cores
+  std::string to_string() const;
+};
+
+// All members but close() and the accessors are collective over ranks and throw Error. After a peer was lost under
+// PeerLossPolicy::RAISE, dispatch and combine throw PeerLost.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const LaneBuffers& lane_buffers(int lane) const = 0;
+  virtual void dispatch(int lane, const DispatchParams& params) = 0;
+  virtual void combine(int lane, const CombineParams& params) = 0;
+  virtual RuntimeStats stats() const = 0;
+  virtual std::vector<int> lost_ranks() const = 0;
+  virtual bool is_available() const noexcept = 0;
+  virtual void check() = 0;
+  virtual void close() noexcept = 0;
+};
+
+// Collective: returns on every rank or throws on every rank. The only place that knows the backends by name.
+std::unique_ptr<Backend> make_backend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap);
+
+}  // namespace expertwire

@@ -1,0 +1,245 @@
+// combine on the CPU:
+//   [RANK_LOCAL_REDUCE of EXPERT_MAJOR: post the entry with the weights, await each destination's entry]
+//   write rows for every other rank into the own buffer of this epoch -> post -> await all -> sum each token's rows.
+// Own rows are summed from where they lie. The order of every sum is fixed by rank or by k, never by arrival.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "backend/cpu/cpu_backend.hpp"
+#include "expertwire/error.hpp"
+
+namespace expertwire::cpu {
+namespace {
+
+constexpr int kMaxTopk = 32;
+constexpr std::uint16_t kNanBf16 = 0x7FFF;
+
+}  // namespace
+
+// What all steps of one combine look at.
+struct CpuBackend::CombineCall {
+  Lane& lane;
+  const CombineParams& params;
+  Operation operation;
+  DispatchBuffer sent;  // own ids and weights of the dispatch: intact while its handle is fresh
+  CombineBuffer own;
+
+  const std::uint16_t* expert_output() const { return static_cast<const std::uint16_t*>(params.expert_output); }
+};
+
+const std::uint16_t* CpuBackend::expert_row(const CombineCall& call, std::size_t received, int selection) const {
+  const auto hidden = static_cast<std::size_t>(shape_.hidden_size);
+  const std::size_t at =
+      received * static_cast<std::size_t>(plan_.routes.selections) + static_cast<std::size_t>(selection);
+  if (!rank_major_) return call.expert_output() + static_cast<std::size_t>(call.lane.routes.selection_row[at]) * hidden;
+  if (!shape_.direct_send) return call.expert_output() + received * hidden;
+  return call.expert_output() + (received * static_cast<std::size_t>(shape_.num_topk) +
+                                 static_cast<std::size_t>(call.lane.routes.selection_k[at])) *
+                                    hidden;
+}
+
+const std::uint16_t* CpuBackend::peer_row(const CombineCall& call, int peer, std::size_t index) const {
+  const CombineBuffer from = combine_buffer(peer, call.operation.lane, call.operation.epoch);
+  return reinterpret_cast<const std::uint16_t*>(from.rows + index * plan_.layout.combine_row_bytes);
+}
+
+void CpuBackend::reduce_selections(const CombineCall& call, std::size_t received, const float* new_weights,
+                                   std::uint16_t* out) const {
+  const Routes& routes = call.lane.routes;
+  const int count = routes.num_selections[received];
+  const std::size_t first = received * static_cast<std::size_t>(plan_.routes.selections);
+  std::array<const std::uint16_t*, kMaxTopk> rows;
+  std::array<float, kMaxTopk> weights;
+  const std::size_t token =
+      static_cast<std::size_t>(routes.token[received]) * static_cast<std::size_t>(shape_.num_topk);
+  for (int i = 0; i < count; ++i) {
+    const std::size_t at = first + static_cast<std::size_t>(i);
+    rows[static_cast<std::size_t>(i)] = expert_row(call, received, i);
+    weights[static_cast<std::size_t>(i)] = new_weights == nullptr
+                                               ? routes.selection_weight[at]
+                                               : new_weights[token + static_cast<std::size_t>(routes.selection_k[at])];
+  }
+  ops_.reduce(rows.data(), weights.data(), count, shape_.hidden_size, out);
+}
+
+void CpuBackend::write_partials(const CombineCall& call, int destination, const float* new_weights) {
+  for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
+    const std::size_t received = source_row(destination, slot);
+    reduce_selections(call, received, new_weights,
+                      reinterpret_cast<std::uint16_t*>(call.own.rows + received * plan_.layout.combine_row_bytes));
+  }
+}
+
+void CpuBackend::write_copies(const CombineCall& call, int destination) {
+  const std::size_t bytes = static_cast<std::size_t>(shape_.hidden_size) * 2;
+  for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
+    const std::size_t received = source_row(destination, slot);
+    std::byte* to = call.own.rows + received * static_cast<std::size_t>(plan_.layout.combine_row_slots) *
+                                        plan_.layout.combine_row_bytes;
+    const int count = shape_.direct_send ? call.lane.routes.num_selections[received] : 1;
+    for (int i = 0; i < count; ++i, to += plan_.layout.combine_row_bytes)
+      std::memcpy(to, expert_row(call, received, i), bytes);
+  }
+}
+
+// RANK_LOCAL_REDUCE: one row for each rank that the token went to, in ascending rank order.
+int CpuBackend::collect_partials(const CombineCall& call, int token, const std::uint16_t** rows) {
+  const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+  int count = 0;
+  for (int i = 0; i < call.lane.routes.num_destinations[token]; ++i) {
+    const i32 rank = call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)];
+    const std::size_t received =
+        source_row(problem_.rank, call.lane.routes.destination_slot[first + static_cast<std::size_t>(i)]);
+    if (absent_[static_cast<std::size_t>(rank)]) continue;
+    if (rank != problem_.rank) {
+      rows[count++] = peer_row(call, rank, received);
+    } else if (rank_major_) {
+      rows[count++] = expert_row(call, received, 0);
+    } else {
+      reduce_selections(call, received, call.params.weights, partial_row_.data());
+      rows[count++] = partial_row_.data();
+    }
+  }
+  return count;
+}
+
+// DIRECT_SEND: one row for each selection, in ascending k.
+int CpuBackend::collect_slots(const CombineCall& call, int token, const std::uint16_t** rows, float* weights) const {
+  const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+  const i32* ranks = call.lane.routes.destination_rank + first;
+  const std::size_t ids = static_cast<std::size_t>(token) * static_cast<std::size_t>(shape_.num_topk);
+  const float* token_weights = (call.params.weights != nullptr ? call.params.weights : call.sent.weights) + ids;
+  std::array<int, kMaxTopk> taken{};  // selections of each destination so far
+  int count = 0;
+  for (int k = 0; k < shape_.num_topk; ++k) {
+    const i32 expert = call.sent.topk_ids[ids + static_cast<std::size_t>(k)];
+    if (expert < 0) continue;
+    const i32 rank = rank_of_expert_[static_cast<std::size_t>(expert)];
+    const auto destination =
+        static_cast<std::size_t>(std::find(ranks, ranks + call.lane.routes.num_destinations[token], rank) - ranks);
+    const int selection = taken[destination]++;
+    if (absent_[static_cast<std::size_t>(rank)]) continue;
+    const std::size_t received = source_row(problem_.rank, call.lane.routes.destination_slot[first + destination]);
+    const std::size_t slot =
+        received * static_cast<std::size_t>(plan_.layout.combine_row_slots) + static_cast<std::size_t>(selection);
+    rows[count] = rank == problem_.rank ? expert_row(call, received, selection) : peer_row(call, rank, slot);
+    weights[count++] = token_weights[k];
+  }
+  return count;
+}
+
+void CpuBackend::sum_token(const CombineCall& call, int token) {
+  std::array<const std::uint16_t*, kMaxTopk> rows;
+  std::array<float, kMaxTopk> weights;
+  auto* out = static_cast<std::uint16_t*>(call.params.out) +
+              static_cast<std::size_t>(token) * static_cast<std::size_t>(shape_.hidden_size);
+  const int count = shape_.direct_send ? collect_slots(call, token, rows.data(), weights.data())
+                                       : collect_partials(call, token, rows.data());
+  const bool weighted = shape_.direct_send && !rank_major_;
+  ops_.reduce(rows.data(), weighted ? weights.data() : nullptr, count, shape_.hidden_size, out);
+}
+
+// Waits for `peer` and notes whether its rows count: not if it is lost, nor if it combines another dispatch.
+void CpuBackend::meet(const CombineCall& call, WordKind kind, int peer) {
+  const auto idx = static_cast<std::size_t>(peer);
+  if (!board_.await(kind, peer, call.operation)) {
+    absent_[idx] = 1;
+    return;
+  }
+  const std::uint32_t theirs = combine_buffer(peer, call.operation.lane, call.operation.epoch).packet->dispatch_epoch;
+  if (theirs == call.lane.dispatch_epoch) return;
+  absent_[idx] = 1;
+  other_dispatch_[idx] = theirs;
+}
+
+void CpuBackend::exchange_expert_rows(const CombineCall& call) {
+  const bool reduce_here = !rank_major_ && !shape_.direct_send;
+  if (reduce_here) board_.post(WordKind::ENTRY, call.operation);
+  for (int i = 1; i < shape_.num_ranks; ++i) {
+    const int destination = (problem_.rank + i) % shape_.num_ranks;
+    if (!reduce_here) {
+      write_copies(call, destination);
+      continue;
+    }
+    meet(call, WordKind::ENTRY, destination);
+    if (absent_[static_cast<std::size_t>(destination)]) continue;
+    const CombineBuffer theirs = combine_buffer(destination, call.operation.lane, call.operation.epoch);
+    write_partials(call, destination, theirs.packet->has_weights ? theirs.weights : nullptr);
+  }
+  board_.post(WordKind::COMBINE, call.operation);
+  for (int peer = 0; peer < shape_.num_ranks; ++peer) {
+    if (peer != problem_.rank) meet(call, WordKind::COMBINE, peer);
+  }
+}
+
+void CpuBackend::combine(int lane_idx, const CombineParams& params) {
+  board_.require_available();
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  const Operation operation = board_.begin("combine", lane_idx, lane.combine_epoch);
+  const CombineCall call{lane, params, operation, dispatch_buffer(problem_.rank, lane_idx, lane.dispatch_epoch),
+                         combine_buffer(problem_.rank, lane_idx, operation.epoch)};
+  std::fill(absent_.begin(), absent_.end(), 0);
+  std::fill(other_dispatch_.begin(), other_dispatch_.end(), 0);
+  *call.own.packet = CombinePacket{lane.dispatch_epoch, params.weights != nullptr};
+  if (params.weights != nullptr) {
+    std::copy_n(params.weights, static_cast<std::size_t>(params.num_tokens) * static_cast<std::size_t>(shape_.num_topk),
+                call.own.weights);
+  }
+  try {
+    exchange_expert_rows(call);
+    for (int token = 0; token < params.num_tokens; ++token) sum_token(call, token);
+    board_.confirm(WordKind::COMBINE, operation);
+  } catch (const Error&) {
+    std::fill_n(static_cast<std::uint16_t*>(params.out),
+                static_cast<std::size_t>(params.num_tokens) * static_cast<std::size_t>(shape_.hidden_size), kNanBf16);
+    throw;
+  }
+  lane.combine_epoch = operation.epoch;
+  ++stats_.combine_calls;
+  count_combine_bytes(call);
+  require_same_dispatch(call);
+}
+
+void CpuBackend::count_combine_bytes(const CombineCall& call) {
+  const std::uint64_t row_bytes = static_cast<std::uint64_t>(shape_.hidden_size) * 2;
+  for (int peer = 0; peer < shape_.num_ranks; ++peer) {
+    if (peer == problem_.rank || absent_[static_cast<std::size_t>(peer)]) continue;
+    for (int slot = 0; slot < call.lane.routes.rank_rows[peer]; ++slot) {
+      stats_.bytes_sent +=
+          row_bytes *
+          static_cast<std::uint64_t>(shape_.direct_send ? call.lane.routes.num_selections[source_row(peer, slot)] : 1);
+    }
+  }
+  const auto num_topk = static_cast<std::size_t>(shape_.num_topk);
+  for (int token = 0; token < call.params.num_tokens; ++token) {
+    const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+    if (!shape_.direct_send) {
+      for (int i = 0; i < call.lane.routes.num_destinations[token]; ++i) {
+        if (call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)] != problem_.rank)
+          stats_.bytes_received += row_bytes;
+      }
+      continue;
+    }
+    for (std::size_t k = 0; k < num_topk; ++k) {
+      const i32 expert = call.sent.topk_ids[static_cast<std::size_t>(token) * num_topk + k];
+      if (expert >= 0 && rank_of_expert_[static_cast<std::size_t>(expert)] != problem_.rank)
+        stats_.bytes_received += row_bytes;
+    }
+  }
+}
+
+// Ranks that combine different dispatches is a mistake of the caller that all of them see, with the epochs in step.
+void CpuBackend::require_same_dispatch(const CombineCall& call) const {
+  for (int peer = 0; peer < shape_.num_ranks; ++peer) {
+    const std::uint32_t theirs = other_dispatch_[static_cast<std::size_t>(peer)];
+    if (theirs == 0) continue;
+    throw Error(ErrorCode::InvalidHandle, "rank " + std::to_string(peer) + " combines dispatch " +
+                                              std::to_string(theirs) + " of lane " +
+                                              std::to_string(call.operation.lane) + ", this rank dispatch " +
+                                              std::to_string(call.lane.dispatch_epoch) + ": the output is not valid");
+  }
+}
+
+}  // namespace expertwire::cpu

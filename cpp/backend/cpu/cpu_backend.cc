@@ -1,0 +1,117 @@
+#include "backend/cpu/cpu_backend.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "expertwire/error.hpp"
+
+namespace expertwire::cpu {
+namespace {
+
+template <typename T>
+T* at(std::byte* base, u64 offset) {
+  return reinterpret_cast<T*>(base + offset);
+}
+
+LaneBuffers make_lane_buffers(std::byte* base, const OutputLayout& layout, const Problem& problem) {
+  const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
+  LaneBuffers buffers;
+  buffers.tokens = base + layout.tokens;
+  if (problem.shape.fp8) buffers.scales = base + layout.scales;
+  buffers.combine_input = base + layout.combine_input;
+  if (rank_major) {
+    buffers.num_tokens_per_rank = at<i32>(base, layout.num_tokens_per_rank);
+    buffers.topk_ids = at<i32>(base, layout.topk_ids);
+    buffers.weights = at<float>(base, layout.weights);
+  } else {
+    buffers.num_tokens_per_expert = at<i32>(base, layout.num_tokens_per_expert);
+    buffers.rank_ranges = at<i32>(base, layout.rank_ranges);
+    buffers.source_token = at<i32>(base, layout.source_token);
+  }
+  return buffers;
+}
+
+}  // namespace
+
+DispatchBuffer::DispatchBuffer(std::byte* base, const DispatchRegions& regions)
+    : rank_rows(at<i32>(base, regions.rank_rows)),
+      row_lists(at<i32>(base, regions.row_lists)),
+      topk_ids(at<i32>(base, regions.topk_ids)),
+      weights(at<float>(base, regions.weights)),
+      rows(base + regions.rows) {}
+
+CombineBuffer::CombineBuffer(std::byte* base, const CombineRegions& regions)
+    : packet(at<CombinePacket>(base, regions.packet)),
+      weights(at<float>(base, regions.weights)),
+      rows(base + regions.rows) {}
+
+Routes::Routes(std::byte* base, const RouteLayout& layout)
+    : num_destinations(at<i32>(base, layout.num_destinations)),
+      destination_rank(at<i32>(base, layout.destination_rank)),
+      destination_slot(at<i32>(base, layout.destination_slot)),
+      rank_rows(at<i32>(base, layout.rank_rows)),
+      token(at<i32>(base, layout.token)),
+      num_selections(at<i32>(base, layout.num_selections)),
+      selection_row(at<i32>(base, layout.selection_row)),
+      selection_k(at<i32>(base, layout.selection_k)),
+      selection_weight(at<float>(base, layout.selection_weight)) {}
+
+Lane::Lane(const Problem& problem, const Plan& plan)
+    : outputs(map_private(plan.outputs.bytes)),
+      route_memory(map_private(plan.routes.bytes)),
+      buffers(make_lane_buffers(outputs.data(), plan.outputs, problem)),
+      routes(route_memory.data(), plan.routes) {}
+
+CpuBackend::CpuBackend(const Problem& problem, const Plan& plan, std::vector<Lane> lanes, std::vector<Peer> peers)
+    : problem_(problem),
+      plan_(plan),
+      shape_(problem.shape),
+      rank_major_(problem.config.output_layout == DispatchLayout::RANK_MAJOR),
+      ops_(row_ops()),
+      lanes_(std::move(lanes)),
+      board_(problem, plan, std::move(peers)),
+      last_token_(static_cast<std::size_t>(shape_.num_experts), 0),
+      expert_rows_(static_cast<std::size_t>(problem.num_local_experts), 0),
+      partial_row_(static_cast<std::size_t>(shape_.hidden_size), 0),
+      absent_(static_cast<std::size_t>(shape_.num_ranks), 0),
+      other_dispatch_(static_cast<std::size_t>(shape_.num_ranks), 0) {
+  for (int rank = 0; rank < problem.num_ranks; ++rank) {
+    rank_of_expert_.insert(rank_of_expert_.end(),
+                           static_cast<std::size_t>(problem.config.experts_per_rank[static_cast<std::size_t>(rank)]),
+                           rank);
+  }
+  stats_.expert_tokens.assign(static_cast<std::size_t>(problem.num_local_experts), 0);
+}
+
+DispatchBuffer CpuBackend::dispatch_buffer(int rank, int lane, std::uint32_t epoch) const {
+  return DispatchBuffer(board_.segment(rank) + plan_.layout.dispatch_buffer(lane, epoch), plan_.layout.dispatch);
+}
+
+CombineBuffer CpuBackend::combine_buffer(int rank, int lane, std::uint32_t epoch) const {
+  return CombineBuffer(board_.segment(rank) + plan_.layout.combine_buffer(lane, epoch), plan_.layout.combine);
+}
+
+RuntimeStats CpuBackend::stats() const {
+  RuntimeStats stats = stats_;
+  stats.timeouts = board_.num_timeouts();
+  for (int rank = 0; rank < problem_.num_ranks; ++rank) stats.source_wait_seconds.push_back(board_.wait_seconds(rank));
+  return stats;
+}
+
+std::unique_ptr<Backend> make_cpu_backend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap) {
+  std::vector<Lane> lanes;
+  std::shared_ptr<Segment> own;
+  std::string error;
+  try {
+    row_ops();
+    for (int lane = 0; lane < problem.config.max_in_flight; ++lane) lanes.emplace_back(problem, plan);
+    own = create_segment(plan.layout.bytes);
+  } catch (const Error& failure) {
+    error = failure.what();
+  }
+  agree_on_success(bootstrap, error);
+  std::vector<Peer> peers = exchange_segments(bootstrap, std::move(own));
+  return std::make_unique<CpuBackend>(problem, plan, std::move(lanes), std::move(peers));
+}
+
+}  // namespace expertwire::cpu

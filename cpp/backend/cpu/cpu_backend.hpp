@@ -1,0 +1,130 @@
+// The CPU backend: ranks are threads or processes of one host over shared memory. Rows are pulled: a rank writes what it
+// sends into its own segment and posts, and every peer copies what is for it to its final place. dispatch.cc and
+// combine.cc are the two operations; docs/protocol.md says why a buffer may be written again.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/backend.hpp"
+#include "backend/cpu/peer_board.hpp"
+#include "backend/cpu/rows.hpp"
+#include "backend/cpu/shared_memory.hpp"
+
+namespace expertwire::cpu {
+
+// Typed view of one rank's dispatch buffer.
+struct DispatchBuffer {
+  i32* rank_rows;   // [R] rows for each rank
+  i32* row_lists;   // [R, M] their token indices
+  i32* topk_ids;    // [M, K]
+  float* weights;   // [M, K]
+  std::byte* rows;  // [M] by token index
+
+  DispatchBuffer(std::byte* base, const DispatchRegions& regions);
+};
+
+struct CombineBuffer {
+  CombinePacket* packet;
+  float* weights;   // [M, K]
+  std::byte* rows;  // [R, M, row_slots] by destination rank and slot
+
+  CombineBuffer(std::byte* base, const CombineRegions& regions);
+};
+
+// Typed view of one lane's routing facts (RouteLayout).
+struct Routes {
+  i32 *num_destinations, *destination_rank, *destination_slot;
+  i32 *rank_rows, *token, *num_selections, *selection_row, *selection_k;
+  float* selection_weight;
+
+  Routes(std::byte* base, const RouteLayout& layout);
+};
+
+struct Lane {
+  Mapping outputs;
+  Mapping route_memory;
+  LaneBuffers buffers;
+  Routes routes;
+  std::uint32_t dispatch_epoch = 0;
+  std::uint32_t combine_epoch = 0;
+
+  Lane(const Problem& problem, const Plan& plan);
+};
+
+class CpuBackend final : public Backend {
+ public:
+  CpuBackend(const Problem& problem, const Plan& plan, std::vector<Lane> lanes, std::vector<Peer> peers);
+  ~CpuBackend() override = default;
+
+  const LaneBuffers& lane_buffers(int lane) const override { return lanes_[static_cast<std::size_t>(lane)].buffers; }
+  void dispatch(int lane, const DispatchParams& params) override;
+  void combine(int lane, const CombineParams& params) override;
+  RuntimeStats stats() const override;
+  std::vector<int> lost_ranks() const override { return board_.lost_ranks(); }
+  bool is_available() const noexcept override { return board_.is_available(); }
+  void check() override { board_.require_available(); }
+  void close() noexcept override { board_.close(); }
+
+ private:
+  DispatchBuffer dispatch_buffer(int rank, int lane, std::uint32_t epoch) const;
+  CombineBuffer combine_buffer(int rank, int lane, std::uint32_t epoch) const;
+  std::size_t source_row(int rank, int slot) const {  // index into [R, M]
+    return static_cast<std::size_t>(rank) * static_cast<std::size_t>(shape_.max_tokens_per_rank) +
+           static_cast<std::size_t>(slot);
+  }
+
+  // dispatch.cc
+  template <typename Index>
+  void check_topk_ids(const Index* topk_ids, int num_tokens);
+  template <typename Index>
+  void write_routes(Lane& lane, const DispatchParams& params, DispatchBuffer& own);
+  void write_rows(const Lane& lane, const DispatchParams& params, DispatchBuffer& own) const;
+  void receive_all(Lane& lane, const DispatchParams& params, const Operation& operation);
+  void receive_from(int source, Lane& lane, const DispatchParams& params, const DispatchBuffer& from, int num_rows);
+  void note_selections(Lane& lane, const DispatchBuffer& from, std::size_t received, int source, int token);
+  void place_row(Lane& lane, const DispatchParams& params, std::size_t received, const std::byte* row,
+                 const std::byte* scales);
+  void place_scales(Lane& lane, const std::byte* scales, std::size_t output_row) const;
+  void finish_source(int source, Lane& lane, int num_rows);
+  void fill_padding(Lane& lane, std::size_t first, std::size_t last) const;
+  void clear_counts(Lane& lane) const;
+  void count_dispatch(const DispatchBuffer& own);
+
+  // combine.cc
+  struct CombineCall;
+  void exchange_expert_rows(const CombineCall& call);
+  void meet(const CombineCall& call, WordKind kind, int peer);
+  void write_partials(const CombineCall& call, int destination, const float* new_weights);
+  void write_copies(const CombineCall& call, int destination);
+  void reduce_selections(const CombineCall& call, std::size_t received, const float* new_weights,
+                         std::uint16_t* out) const;
+  void sum_token(const CombineCall& call, int token);
+  int collect_partials(const CombineCall& call, int token, const std::uint16_t** rows);
+  int collect_slots(const CombineCall& call, int token, const std::uint16_t** rows, float* weights) const;
+  const std::uint16_t* expert_row(const CombineCall& call, std::size_t received, int selection) const;
+  const std::uint16_t* peer_row(const CombineCall& call, int peer, std::size_t index) const;
+  void count_combine_bytes(const CombineCall& call);
+  void require_same_dispatch(const CombineCall& call) const;
+
+  Problem problem_;
+  Plan plan_;
+  Shape shape_;
+  bool rank_major_;
+  const RowOps& ops_;
+  std::vector<Lane> lanes_;
+  PeerBoard board_;
+  std::vector<i32> rank_of_expert_;        // [E]
+  std::vector<std::uint64_t> last_token_;  // [E] the last token that chose the expert: finds repeats in one pass
+  std::uint64_t token_counter_ = 0;
+  std::vector<i32> expert_rows_;               // [L] rows placed so far in this dispatch
+  std::vector<std::uint16_t> partial_row_;     // [H]
+  std::vector<char> absent_;                   // [R] in this combine: lost, or combining another dispatch
+  std::vector<std::uint32_t> other_dispatch_;  // [R] in this combine: 0, or which other dispatch
+  RuntimeStats stats_;
+};
+
+// Collective: returns on every rank or throws on every rank.
+std::unique_ptr<Backend> make_cpu_backend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap);
+
+}  // namespace expertwire::cpu

@@ -1,0 +1,192 @@
+#include "backend/cpu/peer_board.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <sstream>
+#include <utility>
+
+#include "expertwire/error.hpp"
+
+namespace expertwire::cpu {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A peer that exits cannot wake us: a sleeper looks again this often.
+constexpr std::chrono::milliseconds kLivenessInterval{20};
+
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+}  // namespace
+
+PeerBoard::PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer> peers)
+    : layout_(plan.layout),
+      rank_(problem.rank),
+      process_(getpid()),
+      num_lanes_(problem.config.max_in_flight),
+      spin_iterations_(plan.spin_iterations),
+      timeout_s_(problem.config.timeout_s),
+      policy_(problem.config.on_peer_loss),
+      peers_(std::move(peers)),
+      lost_(peers_.size(), false),
+      wait_seconds_(peers_.size(), 0.0) {}
+
+Operation PeerBoard::begin(const char* name, int lane, std::uint32_t previous) const {
+  const auto bound = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  return Operation{name, lane, previous, next_epoch(previous), Clock::now() + bound};
+}
+
+EpochWord& PeerBoard::word(WordKind kind, int rank, int lane) const {
+  const std::uint64_t offset = kind == WordKind::DISPATCH ? layout_.dispatch_word
+                               : kind == WordKind::ENTRY  ? layout_.entry_word
+                                                          : layout_.combine_word;
+  return *reinterpret_cast<EpochWord*>(segment(rank) + layout_.lane(lane) + offset);
+}
+
+std::uint32_t& PeerBoard::closed_flag(int rank) const { return *reinterpret_cast<std::uint32_t*>(segment(rank)); }
+
+bool PeerBoard::is_closed(int rank) const {
+  return std::atomic_ref<std::uint32_t>(closed_flag(rank)).load(std::memory_order_acquire) != 0;
+}
+
+void PeerBoard::post(WordKind kind, const Operation& operation) {
+  if (!expertwire::cpu::post(word(kind, rank_, operation.lane), operation.previous, operation.epoch))
+    end_given_up(operation);
+}
+
+void PeerBoard::confirm(WordKind kind, const Operation& operation) {
+  // Under RAISE nobody goes on, so what was read is whole, and all others have completed this operation too.
+  if (policy_ == PeerLossPolicy::MASK && was_given_up(word(kind, rank_, operation.lane))) end_given_up(operation);
+}
+
+void PeerBoard::end_given_up(const Operation& operation) {
+  lost_[static_cast<std::size_t>(rank_)] = true;
+  end("this rank (" + std::to_string(rank_) + ") was given up by its peers: it did not arrive within their time-out",
+      operation);
+}
+
+void PeerBoard::end(const std::string& why, const Operation& operation) {
+  ended_ = why;
+  ended_in_ = operation.name;
+  ended_epoch_ = operation.epoch;
+  close();
+  throw_ended();
+}
+
+bool PeerBoard::await(WordKind kind, int peer, const Operation& operation) {
+  if (lost_[static_cast<std::size_t>(peer)]) {
+    // Its other words too, before this operation ends: if it still runs, that is where it finds out.
+    give_up(word(kind, peer, operation.lane), operation.previous, operation.epoch);
+    return false;
+  }
+  Loss why = Loss::GIVEN_UP;
+  WordState state = look(word(kind, peer, operation.lane), operation.previous, operation.epoch);
+  if (state == WordState::PENDING) {
+    const auto start = Clock::now();
+    state = wait_for(kind, peer, operation, why);
+    wait_seconds_[static_cast<std::size_t>(peer)] += std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  if (state == WordState::POSTED) return true;
+  if (state == WordState::AHEAD) end_given_up(operation);
+  if (why == Loss::GIVEN_UP) should_give_up(peer, operation, why);  // another rank was quicker: the cause is the same
+  record_loss(kind, peer, operation, why);
+  return false;
+}
+
+WordState PeerBoard::wait_for(WordKind kind, int peer, const Operation& operation, Loss& why) {
+  EpochWord& awaited = word(kind, peer, operation.lane);
+  for (int i = 0; i < spin_iterations_; ++i) {
+    const WordState state = look(awaited, operation.previous, operation.epoch);
+    if (state != WordState::PENDING) return state;
+    cpu_relax();
+  }
+  for (;;) {
+    const std::uint32_t seen = load_word(awaited);
+    const WordState state = look(awaited, operation.previous, operation.epoch);
+    if (state != WordState::PENDING) return state;
+    if (should_give_up(peer, operation, why)) {
+      // Whatever the peer posted before it ended still counts: the word decides.
+      return give_up(awaited, operation.previous, operation.epoch);
+    }
+    const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(operation.deadline - Clock::now());
+    sleep_on(awaited, seen, std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kLivenessInterval));
+  }
+}
+
+bool PeerBoard::should_give_up(int peer, const Operation& operation, Loss& why) const {
+  const auto idx = static_cast<std::size_t>(peer);
+  if (is_closed(peer)) {
+    why = Loss::CLOSED;
+    return true;
+  }
+  if (has_exited(peers_[idx])) {
+    why = Loss::EXITED;
+    return true;
+  }
+  if (Clock::now() < operation.deadline) return false;
+  why = Loss::TIMEOUT;
+  return true;
+}
+
+void PeerBoard::record_loss(WordKind kind, int peer, const Operation& operation, Loss why) {
+  lost_[static_cast<std::size_t>(peer)] = true;
+  if (why == Loss::TIMEOUT) ++num_timeouts_;
+  if (policy_ == PeerLossPolicy::MASK) return;
+  // Others that are gone at this moment too: one error names them all.
+  for (int other = 0; other < static_cast<int>(peers_.size()); ++other) {
+    Loss reason = Loss::GIVEN_UP;
+    if (other == rank_ || lost_[static_cast<std::size_t>(other)]) continue;
+    EpochWord& pending = word(kind, other, operation.lane);
+    WordState state = look(pending, operation.previous, operation.epoch);
+    if (state == WordState::PENDING && should_give_up(other, operation, reason))
+      state = give_up(pending, operation.previous, operation.epoch);
+    lost_[static_cast<std::size_t>(other)] = state == WordState::LOST;
+  }
+  std::ostringstream text;
+  text << operation.name << ' ' << operation.epoch << " on lane " << operation.lane << ": " << list_ranks(lost_ranks());
+  switch (why) {
+    case Loss::TIMEOUT: text << " did not arrive within timeout_s = " << timeout_s_ << " s"; break;
+    case Loss::EXITED: text << " exited (the process has ended)"; break;
+    case Loss::CLOSED: text << " closed the communicator"; break;
+    case Loss::GIVEN_UP: text << " was given up by another rank"; break;
+  }
+  end(text.str(), operation);
+}
+
+void PeerBoard::require_available() const {
+  if (getpid() != process_) {
+    throw Error(ErrorCode::InvalidArgument,
+                "this communicator was made by process " + std::to_string(process_) + ": a forked child makes its own");
+  }
+  if (!ended_.empty()) throw_ended();
+}
+
+void PeerBoard::throw_ended() const {
+  throw Error("peer lost, the communicator has ended; " + ended_, lost_ranks(), ended_in_, ended_epoch_);
+}
+
+std::vector<int> PeerBoard::lost_ranks() const {
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < lost_.size(); ++rank) {
+    if (lost_[rank]) ranks.push_back(static_cast<int>(rank));
+  }
+  return ranks;
+}
+
+void PeerBoard::close() noexcept {
+  if (getpid() != process_) return;
+  std::atomic_ref<std::uint32_t>(closed_flag(rank_)).store(1, std::memory_order_seq_cst);
+  for (int lane = 0; lane < num_lanes_; ++lane) {
+    for (const WordKind kind : {WordKind::DISPATCH, WordKind::ENTRY, WordKind::COMBINE})
+      wake_sleepers(word(kind, rank_, lane));
+  }
+}
+
+}  // namespace expertwire::cpu

@@ -1,0 +1,82 @@
+// This rank's view of the group: every rank's segment and words, who still runs, who was given up.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/backend.hpp"
+#include "backend/cpu/epoch_word.hpp"
+#include "backend/cpu/segment_exchange.hpp"
+
+namespace expertwire::cpu {
+
+// What a rank posts: its dispatch rows; that it entered a combine, with its weights; its combine rows.
+enum class WordKind { DISPATCH, ENTRY, COMBINE };
+
+// One dispatch or combine under way.
+struct Operation {
+  const char* name = "";
+  int lane = 0;
+  std::uint32_t previous = 0;  // epoch of the one before of this kind on this lane
+  std::uint32_t epoch = 0;
+  std::chrono::steady_clock::time_point deadline;
+};
+
+class PeerBoard {
+ public:
+  PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer> peers);
+
+  Operation begin(const char* name, int lane, std::uint32_t previous) const;
+
+  // Makes what this rank wrote visible to all. Throws PeerLost if this rank was given up.
+  void post(WordKind kind, const Operation& operation);
+
+  // Waits for `peer` to post. False: it is lost and the policy is MASK. Under RAISE a loss throws PeerLost and ends the
+  // communicator. The wait is bounded by the operation's deadline and ends early when the peer exits or closes.
+  bool await(WordKind kind, int peer, const Operation& operation);
+
+  // After this rank's last read of peers' buffers in an operation. Throws PeerLost if it was given up meanwhile.
+  void confirm(WordKind kind, const Operation& operation);
+
+  std::byte* segment(int rank) const { return peers_[static_cast<std::size_t>(rank)].segment->at(0); }
+  void require_available() const;  // throws PeerLost once the communicator has ended
+  bool is_available() const noexcept { return ended_.empty(); }
+  std::vector<int> lost_ranks() const;
+  double wait_seconds(int peer) const { return wait_seconds_[static_cast<std::size_t>(peer)]; }
+  std::uint64_t num_timeouts() const { return num_timeouts_; }
+  void close() noexcept;  // peers that wait for this rank, now or later, are told
+
+ private:
+  enum class Loss { TIMEOUT, EXITED, CLOSED, GIVEN_UP };
+
+  EpochWord& word(WordKind kind, int rank, int lane) const;
+  std::uint32_t& closed_flag(int rank) const;
+  bool is_closed(int rank) const;
+  WordState wait_for(WordKind kind, int peer, const Operation& operation, Loss& why);
+  bool should_give_up(int peer, const Operation& operation, Loss& why) const;
+  [[noreturn]] void end(const std::string& why, const Operation& operation);
+  [[noreturn]] void throw_ended() const;
+  [[noreturn]] void end_given_up(const Operation& operation);
+  void record_loss(WordKind kind, int peer, const Operation& operation, Loss why);
+
+  SegmentLayout layout_;
+  int rank_;
+  pid_t process_;  // a forked child that drops its copy must not close its parent's
+  int num_lanes_;
+  int spin_iterations_;
+  double timeout_s_;
+  PeerLossPolicy policy_;
+  std::vector<Peer> peers_;
+  std::vector<bool> lost_;
+  std::vector<double> wait_seconds_;
+  std::uint64_t num_timeouts_ = 0;
+  std::string ended_;  // why the communicator is over; empty while it is not
+  std::string ended_in_;
+  std::uint32_t ended_epoch_ = 0;
+};
+
+}  // namespace expertwire::cpu

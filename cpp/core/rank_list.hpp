@@ -1,0 +1,17 @@
+// How error texts name ranks: "rank 2", "ranks 2, 3".
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace expertwire {
+
+inline std::string rank_list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace expertwire

@@ -1,0 +1,215 @@
+// Order of operations: lanes, handles, per-call checks. Rows are the backend's.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+#include "base/env.hpp"
+#include "core/config.hpp"
+#include "core/plan.hpp"
+#include "expertwire/moe_runtime.hpp"
+
+namespace expertwire {
+namespace {
+
+std::uint64_t next_runtime_id() {
+  static std::atomic<std::uint64_t> counter{0};
+  return ++counter;
+}
+
+[[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::InvalidArgument, text); }
+
+void check_aligned(const char* name, const void* pointer, std::uintptr_t alignment) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0) return;
+  refuse(std::string(name) + " is misaligned: its address must be a multiple of " + std::to_string(alignment));
+}
+
+void check_present(const char* name, const void* pointer, int num_tokens) {
+  if (pointer == nullptr && num_tokens > 0) {
+    refuse(std::string(name) + " is null: num_tokens = " + std::to_string(num_tokens) + " needs an array");
+  }
+}
+
+}  // namespace
+
+struct MoERuntime::Impl {
+  std::uint64_t id = next_runtime_id();
+  Problem problem;
+  Plan plan;
+  std::unique_ptr<Backend> backend;
+  std::vector<std::uint64_t> lane_sequence;  // the dispatch whose output each lane holds
+  std::uint64_t num_dispatches = 0;
+  bool closed = false;
+
+  int next_lane() const { return static_cast<int>(num_dispatches % lane_sequence.size()); }
+
+  void require_open(const char* operation) const {
+    if (closed) refuse(std::string(operation) + ": the communicator is closed");
+  }
+  void check_dispatch(const LatencyDispatchRequest& request) const;
+  void check_combine(const LatencyCombineRequest& request) const;
+  void check_num_tokens(int num_tokens) const;
+  void check_stream(const void* stream) const;
+};
+
+void MoERuntime::Impl::check_num_tokens(int num_tokens) const {
+  const int most = problem.config.max_tokens_per_rank;
+  if (num_tokens < 0 || num_tokens > most) {
+    refuse("num_tokens = " + std::to_string(num_tokens) +
+           ": must be between 0 and max_tokens_per_rank = " + std::to_string(most));
+  }
+}
+
+void MoERuntime::Impl::check_stream(const void* stream) const {
+  if (stream != nullptr && problem.config.device.type == DeviceType::CPU)
+    refuse("stream: the CPU backend has no streams; leave it null");
+}
+
+void MoERuntime::Impl::check_dispatch(const LatencyDispatchRequest& request) const {
+  check_num_tokens(request.num_tokens);
+  check_stream(request.stream);
+  const bool fp8 = problem.shape.fp8;
+  if (request.block_scales != nullptr && !fp8)
+    refuse("block_scales: only a runtime with quant.format = FP8_E4M3 takes quantised rows");
+  check_present("x", request.x, request.num_tokens);
+  check_present("topk_ids", request.topk_ids, request.num_tokens);
+  check_aligned("x", request.x, request.block_scales != nullptr ? 1 : 2);
+  check_aligned("block_scales", request.block_scales, 4);
+  check_aligned("topk_ids", request.topk_ids, request.topk_ids_type == IndexType::INT64 ? 8 : 4);
+  check_aligned("weights", request.weights, 4);
+  check_aligned("output_buffer", request.output_buffer, fp8 ? 1 : 2);
+}
+
+void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const {
+  const DispatchHandle& handle = request.handle;
+  if (handle.empty()) throw Error(ErrorCode::InvalidHandle, "handle is empty: pass the one that dispatch returned");
+  if (handle.runtime_id_ != id) throw Error(ErrorCode::InvalidHandle, "handle belongs to another communicator");
+  if (lane_sequence[static_cast<std::size_t>(handle.lane_)] != handle.sequence_) {
+    throw Error(ErrorCode::InvalidHandle,
+                "handle is stale: of dispatch " + std::to_string(handle.sequence_) + " in lane " +
+                    std::to_string(handle.lane_) + ", which dispatch " +
+                    std::to_string(lane_sequence[static_cast<std::size_t>(handle.lane_)]) +
+                    " has used since; max_in_flight = " + std::to_string(lane_sequence.size()));
+  }
+  check_num_tokens(request.num_tokens);
+  if (request.num_tokens != handle.num_tokens_) {
+    refuse("num_tokens = " + std::to_string(request.num_tokens) + ": the dispatch of this handle had " +
+           std::to_string(handle.num_tokens_));
+  }
+  check_stream(request.stream);
+  if (request.weights != nullptr && problem.config.output_layout == DispatchLayout::RANK_MAJOR) {
+    refuse("weights: RANK_MAJOR rows come to combine already weighted; leave it null");
+  }
+  check_present("out", request.out, request.num_tokens);
+  check_aligned("expert_output", request.expert_output, 2);
+  check_aligned("weights", request.weights, 4);
+  check_aligned("out", request.out, 2);
+  if (request.expert_output == nullptr && problem.num_local_experts > 0)
+    refuse("expert_output is null: pass the rows or combine_input_buffer()");
+}
+
+MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config)
+    : impl_(std::make_unique<Impl>()) {
+  if (bootstrap == nullptr) refuse("bootstrap is null");
+  std::optional<Error> failure;
+  try {
+    impl_->problem = make_problem(config, bootstrap->rank(), bootstrap->size());
+    impl_->plan = plan(impl_->problem, this_machine());
+  } catch (const Error& error) {
+    failure = error;
+  }
+  agree_on_config(*bootstrap, config, failure ? failure->what() : "");
+  if (failure) throw *failure;
+  if (env().log == "info")
+    std::fprintf(stderr, "expertwire rank %d: %s\n", bootstrap->rank(), impl_->plan.to_string().c_str());
+  impl_->backend = make_backend(impl_->problem, impl_->plan, *bootstrap);
+  impl_->lane_sequence.assign(static_cast<std::size_t>(impl_->problem.config.max_in_flight), 0);
+}
+
+MoERuntime::~MoERuntime() { close(); }
+
+DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {
+  impl_->require_open("dispatch");
+  impl_->check_dispatch(request);
+  const int lane = impl_->next_lane();
+  DispatchParams params;
+  params.x = request.x;
+  params.block_scales = request.block_scales;
+  params.topk_ids = request.topk_ids;
+  params.weights = request.weights;
+  params.num_tokens = request.num_tokens;
+  params.topk_ids_are_64_bit = request.topk_ids_type == IndexType::INT64;
+  params.tokens = request.output_buffer != nullptr ? request.output_buffer : impl_->backend->lane_buffers(lane).tokens;
+  params.stream = request.stream;
+  impl_->backend->dispatch(lane, params);
+
+  DispatchHandle handle;
+  handle.runtime_id_ = impl_->id;
+  handle.sequence_ = ++impl_->num_dispatches;
+  handle.lane_ = lane;
+  handle.num_tokens_ = request.num_tokens;
+  impl_->lane_sequence[static_cast<std::size_t>(lane)] = handle.sequence_;
+  return handle;
+}
+
+void MoERuntime::combine(const LatencyCombineRequest& request) {
+  impl_->require_open("combine");
+  impl_->check_combine(request);
+  CombineParams params;
+  params.expert_output = request.expert_output;
+  params.weights = request.weights;
+  params.out = request.out;
+  params.num_tokens = request.num_tokens;
+  params.stream = request.stream;
+  impl_->backend->combine(request.handle.lane_, params);
+}
+
+DispatchHandle MoERuntime::dispatch(const ThroughputDispatchRequest&) {
+  throw Error(ErrorCode::Unsupported, "ThroughputDispatchRequest: this version implements LATENCY mode only");
+}
+
+void MoERuntime::combine(const ThroughputCombineRequest&) {
+  throw Error(ErrorCode::Unsupported, "ThroughputCombineRequest: this version implements LATENCY mode only");
+}
+
+int MoERuntime::rank() const noexcept { return impl_->problem.rank; }
+int MoERuntime::num_ranks() const noexcept { return impl_->problem.num_ranks; }
+int MoERuntime::num_local_experts() const noexcept { return impl_->problem.num_local_experts; }
+int MoERuntime::first_local_expert() const noexcept { return impl_->problem.first_local_expert; }
+MoEMode MoERuntime::mode() const noexcept { return impl_->problem.config.mode; }
+const RuntimeConfig& MoERuntime::config() const noexcept { return impl_->problem.config; }
+bool MoERuntime::is_available() const noexcept { return !impl_->closed && impl_->backend->is_available(); }
+int MoERuntime::next_lane() const noexcept { return impl_->next_lane(); }
+
+const LaneBuffers& MoERuntime::lane_buffers(int lane) const {
+  if (lane < 0 || lane >= impl_->problem.config.max_in_flight) {
+    refuse("lane = " + std::to_string(lane) +
+           ": must be between 0 and max_in_flight - 1 = " + std::to_string(impl_->problem.config.max_in_flight - 1));
+  }
+  return impl_->backend->lane_buffers(lane);
+}
+
+void* MoERuntime::dispatch_output_buffer() const { return impl_->backend->lane_buffers(impl_->next_lane()).tokens; }
+
+void* MoERuntime::combine_input_buffer() const {
+  const std::uint64_t last = impl_->num_dispatches == 0 ? 0 : impl_->num_dispatches - 1;
+  return impl_->backend->lane_buffers(static_cast<int>(last % impl_->lane_sequence.size())).combine_input;
+}
+
+RuntimeStats MoERuntime::stats() const { return impl_->backend->stats(); }
+MemoryBytes MoERuntime::memory_bytes() const noexcept { return impl_->plan.memory; }
+std::vector<int> MoERuntime::lost_ranks() const { return impl_->backend->lost_ranks(); }
+
+void MoERuntime::check() {
+  impl_->require_open("check");
+  impl_->backend->check();
+}
+
+void MoERuntime::close() noexcept {
+  if (impl_->closed || impl_->backend == nullptr) return;
+  impl_->closed = true;
+  impl_->backend->close();
+}
+
+}  // namespace expertwire

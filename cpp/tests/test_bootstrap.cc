@@ -1,0 +1,340 @@
+// Bootstraps: threads of this process, and processes of this host made by fork (this program starts no thread before).
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <iostream>
+#include <memory>
+#include <thread>
+
+#include "check.hpp"
+#include "core/rendezvous.hpp"
+#include "expertwire/bootstrap.hpp"
+
+namespace expertwire::test {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+std::string fresh_key() {
+  static std::atomic<int> counter{0};
+  return "test-" + std::to_string(::getpid()) + "-" + std::to_string(counter++);
+}
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::string contribution(int rank, int round) {
+  return std::string(static_cast<std::size_t>(1 + rank * 1000), static_cast<char>('a' + (rank + round) % 26));
+}
+
+void check_rounds(Bootstrap& bootstrap, int num_rounds) {
+  for (int round = 0; round < num_rounds; ++round) {
+    const auto all = bootstrap.all_gather(round % 3 == 2 ? std::string() : contribution(bootstrap.rank(), round));
+    check_equal(all.size(), static_cast<std::size_t>(bootstrap.size()));
+    for (int rank = 0; rank < bootstrap.size(); ++rank) {
+      check(all[static_cast<std::size_t>(rank)] == (round % 3 == 2 ? std::string() : contribution(rank, round)),
+            "round " + std::to_string(round) + ": another contribution of rank " + std::to_string(rank));
+    }
+    bootstrap.barrier();
+  }
+}
+
+void check_ranks(const Error& error, const std::vector<int>& ranks) {
+  check(error.ranks() == ranks, std::string("other ranks are named: ") + error.what());
+  check_equal(error.operation(), std::string("construct"));
+  check_equal(error.epoch(), 0U);
+}
+
+// Runs body in a process of its own. wait() is true if it ended well.
+class Process {
+ public:
+  explicit Process(const std::function<void()>& body) : pid_(::fork()) {
+    if (pid_ != 0) return;
+    int status = 0;
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::cerr << error.what() << std::endl;
+      status = 1;
+    }
+    ::_exit(status);
+  }
+  bool wait() const {
+    int status = 0;
+    while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
+    }
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  void kill(int signal) const { ::kill(pid_, signal); }
+
+ private:
+  pid_t pid_;
+};
+
+void check_processes(int num, const std::function<void(int)>& body) {
+  std::vector<Process> processes;
+  for (int i = 0; i < num; ++i) processes.emplace_back([&] { body(i); });
+  bool all_ended_well = true;
+  for (const Process& process : processes) all_ended_well = process.wait() && all_ended_well;
+  check(all_ended_well, "a process failed; its text is above");
+}
+
+void host_rounds() {
+  for (const int size : {1, 2, 3, 5, 16}) {
+    const std::string key = fresh_key() + std::string(size == 3 ? 200 : 0, 'x');
+    check_processes(size, [&](int rank) { check_rounds(*make_host_bootstrap(rank, size, key, 20.0), 7); });
+  }
+}
+
+void host_large_contributions() {
+  const std::string key = fresh_key();
+  check_processes(3, [&](int rank) {
+    const auto bootstrap = make_host_bootstrap(rank, 3, key, 20.0);
+    const auto all = bootstrap->all_gather(std::string(8'000'000, static_cast<char>('0' + rank)));
+    for (std::size_t i = 0; i < 3; ++i) check(all[i] == std::string(8'000'000, static_cast<char>('0' + i)));
+  });
+}
+
+void host_same_key_again() {
+  const std::string key = fresh_key();
+  check_processes(3, [&](int rank) {
+    for (int i = 0; i < 20; ++i) check_rounds(*make_host_bootstrap(rank, 3, key, 20.0), 1);
+  });
+}
+
+void host_missing_ranks() {
+  const std::string key = fresh_key();
+  check_processes(2, [&](int rank) {
+    // Rank 1's time is up first: it must hear from rank 0 who is missing all the same.
+    const auto start = Clock::now();
+    const Error error = check_throws(ErrorCode::PeerLost, "ranks 2, 3 did not arrive within",
+                                     [&] { make_host_bootstrap(rank, 4, key, 0.5 - 0.2 * rank); });
+    check_ranks(error, {2, 3});
+    check(seconds_since(start) < 1.5, "took too long");
+  });
+  check_ranks(check_throws(ErrorCode::PeerLost, "rank 0 did not arrive within 0.2 s at rendezvous key '" + key,
+                           [&] { make_host_bootstrap(1, 4, key, 0.2); }),
+              {0});
+}
+
+void host_rank_late_to_a_collective() {
+  const std::string key = fresh_key();
+  check_processes(4, [&](int rank) {
+    const auto bootstrap = make_host_bootstrap(rank, 4, key, rank == 1 ? 0.3 : 20.0);
+    bootstrap->barrier();
+    if (rank == 2) {
+      std::this_thread::sleep_for(600ms);
+      check_throws(ErrorCode::PeerLost, "rank 2 did not take part", [&] { bootstrap->barrier(); });
+      return;
+    }
+    for (int i = 0; i < 2; ++i) {  // a group that failed stays failed
+      check_ranks(check_throws(ErrorCode::PeerLost, "rank 2 did not take part", [&] { bootstrap->barrier(); }), {2});
+    }
+  });
+}
+
+void host_rank_zero_late_to_a_collective() {
+  const std::string key = fresh_key();
+  check_processes(2, [&](int rank) {
+    const auto bootstrap = make_host_bootstrap(rank, 2, key, 0.4);
+    if (rank == 0) std::this_thread::sleep_for(800ms);  // beyond rank 1's time-out, within what it waits for a verdict
+    check_rounds(*bootstrap, 3);
+  });
+}
+
+// Rank `victim` of 4 is killed before (round 0) or between collectives.
+void check_death(int victim, int round) {
+  const std::string key = fresh_key();
+  std::vector<Process> processes;
+  for (int rank = 0; rank < 4; ++rank) {
+    processes.emplace_back([&key, rank, victim, round] {
+      const auto start = Clock::now();
+      const Error error = check_throws(ErrorCode::PeerLost, "rank " + std::to_string(victim) + " (process ", [&] {
+        if (round == 0 && rank == 3) std::this_thread::sleep_for(1s);  // keeps the group incomplete
+        const auto bootstrap = make_host_bootstrap(rank, 4, key, 5.0);
+        bootstrap->barrier();
+        if (rank == victim) ::raise(SIGKILL);
+        bootstrap->barrier();
+      });
+      check_ranks(error, {victim});
+      check(seconds_since(start) < 3.0, "a death was noticed too late");
+    });
+  }
+  if (round == 0) {
+    std::this_thread::sleep_for(300ms);
+    processes[static_cast<std::size_t>(victim)].kill(SIGKILL);
+    processes[3].kill(SIGKILL);  // never arrives
+  }
+  for (int rank = 0; rank < 4; ++rank) {
+    const bool dies = rank == victim || (round == 0 && rank == 3);
+    check_equal(processes[static_cast<std::size_t>(rank)].wait(), !dies);
+  }
+}
+
+void host_death() {
+  for (const int victim : {0, 1}) {
+    for (const int round : {0, 1}) check_death(victim, round);
+  }
+}
+
+void host_rank_taken() {
+  for (const int twin : {0, 1}) {  // also a second rank 0, which finds the name taken
+    const std::string key = fresh_key();
+    check_processes(3, [&](int i) {
+      const int rank = i < 2 ? i : twin;
+      check_throws(ErrorCode::InvalidArgument, "rank = " + std::to_string(twin) + " (process ",
+                   [&] { make_host_bootstrap(rank, 3, key, 10.0); });
+    });
+  }
+}
+
+void host_size_mismatch() {
+  const std::string key = fresh_key();
+  check_processes(3, [&](int rank) {
+    check_throws(ErrorCode::InvalidArgument, "size = 4 (process ",
+                 [&] { make_host_bootstrap(rank, rank == 2 ? 4 : 3, key, 10.0); });
+  });
+}
+
+void host_second_job_after_the_first_is_complete() {
+  const std::string key = fresh_key();
+  check_processes(3, [&](int i) {
+    if (i == 2) {
+      std::this_thread::sleep_for(300ms);
+      check_throws(ErrorCode::InvalidArgument, "another group has its rank 0",
+                   [&] { make_host_bootstrap(0, 2, key, 0.5); });
+      return;
+    }
+    const auto bootstrap = make_host_bootstrap(i, 2, key, 10.0);
+    std::this_thread::sleep_for(1500ms);
+    check_rounds(*bootstrap, 2);
+  });
+}
+
+void host_strangers_are_ignored() {
+  const Meeting meeting{1, 2, fresh_key(), 10.0};
+  check_processes(3, [&](int i) {
+    if (i < 2) {
+      if (i == 1) std::this_thread::sleep_for(500ms);  // the strangers come first
+      check_rounds(*make_host_bootstrap(i, 2, meeting.key, 10.0), 2);
+      return;
+    }
+    for (int k = 0; k < 3; ++k) {
+      std::optional<FrameSocket> socket;
+      while (!(socket = try_connect(meeting))) std::this_thread::sleep_for(5ms);
+      const std::string noise(k == 0 ? 0 : 100, 'G');
+      check(::send(socket->descriptor(), noise.data(), noise.size(), MSG_NOSIGNAL) >= 0);
+    }
+  });
+}
+
+// Needs the right to become another user.
+void host_other_users_are_refused() {
+  if (::geteuid() != 0) return;
+  const Meeting meeting{0, 2, fresh_key(), 0.5};
+  const Process holder([&] {
+    const auto bound = try_bind(meeting);
+    check(bound.has_value());
+    // The name carries the user's number, so that only a user who means harm can take it. The credentials of a listener
+    // are those of the moment in which it starts to listen.
+    check_equal(::setuid(65534), 0);
+    check_equal(::listen(bound->get(), 8), 0);
+    std::this_thread::sleep_for(1s);
+  });
+  std::this_thread::sleep_for(300ms);
+  for (const int rank : {0, 1}) {
+    check_throws(ErrorCode::Backend, "user 65534", [&] { make_host_bootstrap(rank, 2, meeting.key, 0.5); });
+  }
+  check(holder.wait());
+}
+
+void host_signals_do_not_disturb() {
+  const std::string key = fresh_key();
+  const auto run = [&key](int rank) {
+    struct sigaction action = {};
+    action.sa_handler = [](int) {};
+    ::sigaction(SIGUSR1, &action, nullptr);  // without SA_RESTART
+    const auto bootstrap = make_host_bootstrap(rank, 2, key, 10.0);
+    if (rank == 1) std::this_thread::sleep_for(600ms);
+    check_rounds(*bootstrap, 2);
+  };
+  const Process zero([&] { run(0); });
+  const Process one([&] {
+    std::this_thread::sleep_for(400ms);
+    run(1);
+  });
+  std::this_thread::sleep_for(100ms);
+  for (int i = 0; i < 50; ++i) {
+    zero.kill(SIGUSR1);
+    std::this_thread::sleep_for(10ms);
+  }
+  check(zero.wait());
+  check(one.wait());
+}
+
+void local_rounds() {
+  for (const int size : {1, 2, 3, 7, 16}) {
+    const auto bootstraps = make_local_bootstraps(size, 20.0);
+    run_ranks(size, [&](int rank) { check_rounds(*bootstraps[static_cast<std::size_t>(rank)], 20); });
+  }
+}
+
+void local_missing_rank() {
+  const auto bootstraps = make_local_bootstraps(3, 0.2);
+  run_ranks(2, [&](int rank) {
+    for (int i = 0; i < 2; ++i) {
+      check_ranks(check_throws(ErrorCode::PeerLost, "rank 2 did not take part in set-up within 0.2 s",
+                               [&] { bootstraps[static_cast<std::size_t>(rank)]->barrier(); }),
+                  {2});
+    }
+  });
+}
+
+void local_rank_gives_up() {
+  auto bootstraps = make_local_bootstraps(3, 20.0);
+  const auto start = Clock::now();
+  run_ranks(3, [&](int rank) {
+    const auto bootstrap = std::move(bootstraps[static_cast<std::size_t>(rank)]);
+    bootstrap->barrier();
+    if (rank == 1) return;
+    check_ranks(check_throws(ErrorCode::PeerLost, "rank 1 gave up", [&] { bootstrap->barrier(); }), {1});
+  });
+  check(seconds_since(start) < 5.0, "took too long");
+}
+
+void arguments() {
+  check_throws(ErrorCode::InvalidArgument, "size = 0", [] { make_local_bootstraps(0); });
+  check_throws(ErrorCode::InvalidArgument, "timeout_s = 0", [] { make_local_bootstraps(2, 0.0); });
+  check_throws(ErrorCode::InvalidArgument, "timeout_s = nan", [] { make_host_bootstrap(0, 2, "k", std::stod("nan")); });
+  check_throws(ErrorCode::InvalidArgument, "rank = 2: must be between 0 and size - 1 = 1",
+               [] { make_host_bootstrap(2, 2, "k"); });
+}
+
+}  // namespace
+}  // namespace expertwire::test
+
+int main(int argc, char** argv) {
+  using namespace expertwire::test;
+  return run_tests(argc, argv,
+                   {{"host_rounds", host_rounds},
+                    {"host_large_contributions", host_large_contributions},
+                    {"host_same_key_again", host_same_key_again},
+                    {"host_missing_ranks", host_missing_ranks},
+                    {"host_rank_late_to_a_collective", host_rank_late_to_a_collective},
+                    {"host_rank_zero_late_to_a_collective", host_rank_zero_late_to_a_collective},
+                    {"host_death", host_death},
+                    {"host_rank_taken", host_rank_taken},
+                    {"host_size_mismatch", host_size_mismatch},
+                    {"host_second_job_after_the_first_is_complete", host_second_job_after_the_first_is_complete},
+                    {"host_strangers_are_ignored", host_strangers_are_ignored},
+                    {"host_other_users_are_refused", host_other_users_are_refused},
+                    {"host_signals_do_not_disturb", host_signals_do_not_disturb},
+                    {"local_rounds", local_rounds},
+                    {"local_missing_rank", local_missing_rank},
+                    {"local_rank_gives_up", local_rank_gives_up},
+                    {"arguments", arguments}});
+}

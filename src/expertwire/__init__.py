@@ -1,0 +1,91 @@
+"""expertwire: expert-parallel dispatch and combine for Mixture-of-Experts models.
+
+Importing the package does no work: what needs NumPy or the C++ core is loaded at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from expertwire.errors import (
+    BackendError,
+    Error,
+    HandleError,
+    InvalidArgumentError,
+    PeerLostError,
+    UnsupportedError,
+)
+from expertwire.types import (
+    CombineMode,
+    DispatchDataType,
+    DispatchLayout,
+    DispatchLayoutInfo,
+    DispatchOutput,
+    MoECommunicatorConfig,
+    MoEMemoryBytes,
+    MoEMode,
+    MoEStats,
+    PeerLossPolicy,
+    QuantConfig,
+    ScaleFormat,
+    ScaleLayout,
+)
+
+__version__: str
+
+if TYPE_CHECKING:
+    from expertwire._core import DispatchHandle
+    from expertwire.communicator import MoECommunicator
+    from expertwire.groups import Group, local_group, spawn
+
+_LAZY = {
+    "DispatchHandle": "expertwire._core",
+    "Group": "expertwire.groups",
+    "MoECommunicator": "expertwire.communicator",
+    "local_group": "expertwire.groups",
+    "spawn": "expertwire.groups",
+}
+
+__all__ = [
+    "BackendError",
+    "CombineMode",
+    "DispatchDataType",
+    "DispatchHandle",
+    "DispatchLayout",
+    "DispatchLayoutInfo",
+    "DispatchOutput",
+    "Error",
+    "Group",
+    "HandleError",
+    "InvalidArgumentError",
+    "MoECommunicator",
+    "MoECommunicatorConfig",
+    "MoEMemoryBytes",
+    "MoEMode",
+    "MoEStats",
+    "PeerLossPolicy",
+    "PeerLostError",
+    "QuantConfig",
+    "ScaleFormat",
+    "ScaleLayout",
+    "UnsupportedError",
+    "__version__",
+    "local_group",
+    "spawn",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        version: str = importlib.import_module("expertwire._core").version()
+        return version
+    if name in _LAZY:
+        value: object = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'expertwire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

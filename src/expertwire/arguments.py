@@ -1,0 +1,129 @@
+"""The arguments of a call: checked, and written as addresses into the core's request.
+
+Everything here is seen before anything is sent, so a refused call costs the other ranks nothing but time.
+"""
+
+from __future__ import annotations
+
+from expertwire import _core
+from expertwire.errors import InvalidArgumentError
+from expertwire.interop.arrays import ArrayAdapter, make_adapter, num_bytes, refuse, shape_text
+from expertwire.lanes import LaneShapes
+from expertwire.types import Array, DispatchLayout, MoECommunicatorConfig, QuantConfig
+
+_INDEX_TYPES = {"int32": _core.IndexType.INT32, "int64": _core.IndexType.INT64}
+
+
+class ArgumentReader:
+    """Reads arguments for one communicator. ``held`` receives what an address belongs to; keep it during the call."""
+
+    def __init__(self, config: MoECommunicatorConfig, shapes: LaneShapes) -> None:
+        self._config = config
+        self._shapes = shapes
+        self._fp8 = shapes.num_scales > 0
+        self._tokens_bytes = num_bytes(shapes.tokens, shapes.tokens_dtype)
+        self._expert_output_bytes = num_bytes(shapes.expert_output, "bfloat16")
+        self._adapters: dict[type, ArrayAdapter] = {}
+
+    def tokens(
+        self, request: _core.LatencyDispatchRequest, x: Array, quant: QuantConfig | None, held: list[Array]
+    ) -> ArrayAdapter:
+        """Reads ``x`` and the block scales that ``quant`` carries. Returns the adapter of ``x``."""
+        adapter, opened = self._opened(x, "x", held)
+        shape = adapter.shape(opened)
+        hidden_size, most = self._config.hidden_size, self._config.max_tokens_per_rank
+        if len(shape) != 2 or shape[0] > most:
+            allowed = f"must be [T, {hidden_size}] with T <= max_tokens_per_rank = {most}"
+            refuse("x", f"array of shape {shape_text(shape)}", allowed)
+        request.num_tokens = shape[0]
+        dtype = "bfloat16"
+        if self._fp8 or quant is not None:
+            dtype = self._scales(request, quant, adapter.dtype(opened), held)
+        request.x = adapter.address(opened, "x", dtype, (shape[0], hidden_size))
+        return adapter
+
+    def routing(
+        self, request: _core.LatencyDispatchRequest, topk_ids: Array, weights: Array | None, held: list[Array]
+    ) -> None:
+        """Reads ``topk_ids`` and ``weights``."""
+        adapter, opened = self._opened(topk_ids, "topk_ids", held)
+        dtype = adapter.dtype(opened)
+        if dtype not in _INDEX_TYPES:
+            refuse("topk_ids", f"{dtype} array", "the dtype must be int32 or int64")
+        shape = (request.num_tokens, self._config.num_topk)
+        request.topk_ids_type = _INDEX_TYPES[dtype]
+        request.topk_ids = adapter.address(opened, "topk_ids", dtype, shape)
+        if weights is not None:
+            adapter, opened = self._opened(weights, "weights", held)
+            request.weights = adapter.address(opened, "weights", "float32", shape)
+
+    def target(
+        self, request: _core.LatencyDispatchRequest, output_buffer: Array | None, own: int, held: list[Array]
+    ) -> None:
+        """Reads ``output_buffer`` and refuses an ``x`` that this dispatch would write; ``own``: the lane's tokens."""
+        where = "the tokens of the lane that this dispatch writes"
+        if output_buffer is not None:
+            adapter, opened = self._opened(output_buffer, "output_buffer", held, writable=True)
+            own = adapter.address(opened, "output_buffer", self._shapes.tokens_dtype, self._shapes.tokens, True)
+            request.output_buffer = own
+            where = "output_buffer"
+        item_bytes = 1 if request.block_scales else 2
+        if _overlap(request.x, request.num_tokens * self._config.hidden_size * item_bytes, own, self._tokens_bytes):
+            raise InvalidArgumentError(f"x overlaps {where}: pass a copy")
+
+    def expert_output(
+        self, request: _core.LatencyCombineRequest, expert_output: Array, weights: Array | None, held: list[Array]
+    ) -> ArrayAdapter:
+        """Reads ``expert_output`` and the ``weights`` of combine. Returns the adapter of ``expert_output``."""
+        adapter, opened = self._opened(expert_output, "expert_output", held)
+        request.expert_output = adapter.address(opened, "expert_output", "bfloat16", self._shapes.expert_output)
+        if weights is not None:
+            if self._config.output_layout is not DispatchLayout.EXPERT_MAJOR:
+                refuse("weights", f"{type(weights).__name__} object", "must be None: RANK_MAJOR rows come weighted")
+            of_weights, opened = self._opened(weights, "weights", held)
+            shape = (request.num_tokens, self._config.num_topk)
+            request.weights = of_weights.address(opened, "weights", "float32", shape)
+        return adapter
+
+    def out(self, request: _core.LatencyCombineRequest, out: Array, held: list[Array]) -> None:
+        """Reads ``out`` and refuses one that combine reads from."""
+        rows = (request.num_tokens, self._config.hidden_size)
+        adapter, opened = self._opened(out, "out", held, writable=True)
+        request.out = address = adapter.address(opened, "out", "bfloat16", rows, True)
+        size = num_bytes(rows, "bfloat16")
+        if _overlap(address, size, request.expert_output, self._expert_output_bytes):
+            raise InvalidArgumentError("out overlaps expert_output: pass an array of its own")
+        if _overlap(address, size, request.weights, request.num_tokens * self._config.num_topk * 4):
+            raise InvalidArgumentError("out overlaps weights: pass an array of its own")
+
+    def _opened(self, array: Array, name: str, held: list[Array], writable: bool = False) -> tuple[ArrayAdapter, Array]:
+        adapter = self._adapters.get(type(array))
+        if adapter is None:
+            adapter = self._adapters[type(array)] = make_adapter(array, name)
+        opened = adapter.open(array, name, writable)
+        held.append(opened)
+        return adapter, opened
+
+    def _scales(
+        self, request: _core.LatencyDispatchRequest, quant: QuantConfig | None, x_dtype: str, held: list[Array]
+    ) -> str:
+        """Reads the block scales, if there are any. Returns the dtype that ``x`` must have."""
+        if quant is not None and not isinstance(quant, QuantConfig):
+            refuse("quant", f"{type(quant).__name__} object", "must be None or a QuantConfig with block_scales")
+        scales = None if quant is None else quant.block_scales
+        if scales is None:
+            if self._fp8 and x_dtype == "float8_e4m3fn":
+                refuse("quant", "no block_scales", "float8_e4m3fn rows need quant=QuantConfig(block_scales=...)")
+            return "bfloat16"
+        if not self._fp8:
+            refuse("quant", "block_scales", "must be None: this communicator dispatches BF16 rows")
+        if x_dtype == "bfloat16":
+            refuse("quant", "block_scales", "must be None: x is bfloat16, and is quantised on its way")
+        adapter, opened = self._opened(scales, "quant.block_scales", held)
+        shape = (request.num_tokens, self._shapes.num_scales)
+        request.block_scales = adapter.address(opened, "quant.block_scales", self._shapes.scales_dtype, shape)
+        return "float8_e4m3fn"
+
+
+def _overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
+    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes

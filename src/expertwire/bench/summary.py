@@ -1,0 +1,46 @@
+"""From samples to figures: the slowest rank of each iteration, its distribution, and ratios between libraries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from expertwire.bench.schema import PHASES, LibResult, PhaseSummary, Samples, Settings
+
+
+def summarize(samples: Samples, settings: Settings, bytes_per_rank: float) -> dict[str, PhaseSummary]:
+    """Return the figures of each phase, without ratios."""
+    return {phase: _summarize_phase(samples, settings, phase, bytes_per_rank) for phase in PHASES}
+
+
+def _summarize_phase(samples: Samples, settings: Settings, phase: str, bytes_per_rank: float) -> PhaseSummary:
+    slowest = samples.of(phase).max(axis=0) / 1e3
+    fastest = samples.of(phase).min(axis=0) / 1e3
+    median = float(np.median(slowest))
+    round_medians = [float(np.median(part)) for part in np.split(slowest, np.cumsum(settings.parts())[:-1])]
+    num_bytes = bytes_per_rank * (2 if phase == "pair" else 1)
+    return PhaseSummary(
+        min_us=float(slowest.min()),
+        median_us=median,
+        p99_us=float(np.percentile(slowest, 99, method="inverted_cdf")),
+        max_us=float(slowest.max()),
+        fastest_rank_us=float(np.median(fastest)),
+        gb_per_s=num_bytes / median / 1e3 if median else 0.0,
+        spread=(max(round_medians) - min(round_medians)) / median if median else 0.0,
+    )
+
+
+def with_ratios(results: list[LibResult]) -> tuple[LibResult, ...]:
+    """Return the results with, for each phase, the ratio of medians to every other measured library."""
+    measured = [result for result in results if result.phases]
+    return tuple(replace(result, phases=_phases_with_ratios(result, measured)) for result in results)
+
+
+def _phases_with_ratios(result: LibResult, measured: list[LibResult]) -> dict[str, PhaseSummary]:
+    phases = {}
+    for phase, summary in result.phases.items():
+        others = {other.lib: other.phases[phase].median_us for other in measured if other.lib != result.lib}
+        ratios = {lib: summary.median_us / median for lib, median in others.items() if median}
+        phases[phase] = replace(summary, ratio_to=ratios)
+    return phases

@@ -1,0 +1,116 @@
+"""The command line: ``expertwire info``, ``expertwire run`` and ``expertwire bench``.
+
+A command imports what it needs when it is called, so that ``info`` answers where the rest cannot even be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
+
+#: Exit statuses besides 0. Typer, too, ends with 2 on a command line that it cannot parse.
+FAILED, BAD_USAGE = 1, 2
+
+
+def _model(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Model")
+
+
+def _ranks(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Ranks")
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
+    """Show what this machine offers, which backend would be used, and what to do about each shortfall."""
+    from expertwire.info import collect, show
+
+    found = collect()
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        show(found)
+
+
+def run(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Texts to read; none: the Python standard library.", show_default=False)
+    ] = None,
+    *,
+    tokens: Annotated[int, typer.Option(help="Most tokens to take from the text.")] = 32768,
+    layers: Annotated[int, _model("Mixture-of-experts layers.")] = 2,
+    experts: Annotated[int, _model("Experts of a layer; a multiple of --ranks.")] = 64,
+    topk: Annotated[int, _model("Experts that a token chooses.")] = 6,
+    hidden: Annotated[int, _model("Elements of a token's state.")] = 1024,
+    intermediate: Annotated[int, _model("Inner width of an expert.")] = 128,
+    vocabulary: Annotated[int, _model("Rows of the embedding table.")] = 8192,
+    seed: Annotated[int, _model("Of all parameters.")] = 0,
+    ranks: Annotated[int, _ranks("Processes; each holds its share of the experts.")] = 4,
+    max_tokens_per_rank: Annotated[int, _ranks("Most tokens of a rank in a step.")] = 128,
+    layout: Annotated[str, _ranks("expert-major, rank-major.")] = "expert-major",
+    combine_mode: Annotated[str, _ranks("rank-local-reduce, direct-send.")] = "rank-local-reduce",
+    dispatch_dtype: Annotated[str, _ranks("bf16, fp8-e4m3.")] = "bf16",
+    timeout: Annotated[float, _ranks("Longest wait for a rank, seconds.")] = 100.0,
+    check: Annotated[bool, typer.Option(help="Hold every bit against the single-process reference.")] = True,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the routing of every token (npz).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where a failure came from.")] = False,
+) -> None:
+    """Run mixture-of-experts layers over real text on several ranks, and hold every bit against the reference.
+
+    Exit status: 0; 1 if a bit differs or a rank fails; 2 if an option is wrong.
+    """
+    from expertwire.run.execute import Request, execute
+    from expertwire.run.model import ModelConfig
+    from expertwire.run.plan import JobConfig, choice
+    from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
+
+    try:
+        config = JobConfig(
+            ModelConfig(experts, topk, hidden, intermediate, layers, vocabulary, seed),
+            ranks,
+            max_tokens_per_rank,
+            choice("--layout", layout, DispatchLayout),
+            choice("--combine-mode", combine_mode, CombineMode),
+            choice("--dispatch-dtype", dispatch_dtype, DispatchDataType),
+            timeout,
+        )
+        identical = execute(Request(files or [], tokens, config, check, save_trace, json_file))
+    except Exception as error:  # whatever a rank raised comes here; a user reads one line, and more on request
+        if traceback:
+            raise
+        _leave("run", error)
+    if not identical:
+        raise typer.Exit(FAILED)
+
+
+def make_app() -> typer.Typer:
+    """Returns the application with all commands."""
+    from expertwire.bench.command import bench
+
+    app = typer.Typer(
+        name="expertwire",
+        help="Expert-parallel dispatch and combine for mixture-of-experts models.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for command in (info, run, bench):
+        app.command()(command)
+    return app
+
+
+def main() -> None:
+    """Runs the command line."""
+    make_app()()
+
+
+def _leave(command: str, error: Exception) -> NoReturn:
+    """Tells in one line what went wrong and ends the command."""
+    kind = "" if isinstance(error, (Error, OSError)) else f"{type(error).__name__}: "
+    typer.secho(f"expertwire {command}: {kind}{error}", fg="red", err=True)
+    raise typer.Exit(BAD_USAGE if isinstance(error, (InvalidArgumentError, UnsupportedError)) else FAILED)

@@ -1,0 +1,271 @@
+"""MoECommunicator: argument checks, arrays in and out, lifetimes. What is sent and when is the core's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NoReturn
+
+from expertwire import _core
+from expertwire.arguments import ArgumentReader
+from expertwire.config import resolved, to_core
+from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
+from expertwire.groups import Group
+from expertwire.interop.arrays import ArrayAdapter, adapter_of
+from expertwire.lanes import lane_outputs, lane_shapes
+from expertwire.types import (
+    Array,
+    DispatchOutput,
+    MoECommunicatorConfig,
+    MoEMemoryBytes,
+    MoEStats,
+    QuantConfig,
+)
+
+
+class MoECommunicator:
+    """One rank's end of expert-parallel dispatch and combine.
+
+    Collective: every rank of the group makes one, with the same configuration, and calls the same operations in the
+    same order. One thread at a time; a second one is refused. Usable as a context manager.
+
+    Args:
+        group: who takes part.
+        config: the configuration as one value.
+        fields: the fields of :class:`MoECommunicatorConfig` as keyword arguments, alone or over ``config``. Enum
+            members may be given by name: ``output_layout="rank_major"``.
+
+    Raises:
+        InvalidArgumentError: a field is wrong, or ranks differ in one; every rank is told.
+        UnsupportedError: a mode, layout or device that this version does not have.
+        BackendError: the operating system refused memory or a connection.
+        PeerLostError: a rank did not take part in time.
+    """
+
+    def __init__(self, group: Group, config: MoECommunicatorConfig | None = None, **fields: Any) -> None:
+        if not isinstance(group, Group):
+            raise InvalidArgumentError(f"group = {group!r}: must be an expertwire.Group, one for each rank")
+        if config is not None and not isinstance(config, MoECommunicatorConfig):
+            raise InvalidArgumentError(f"config = {config!r}: must be a MoECommunicatorConfig")
+        asked = MoECommunicatorConfig(**fields) if config is None else replace(config, **fields)
+        runtime = _core.MoERuntime(group.bootstrap, to_core(asked, group.device))
+        self._runtime: _core.MoERuntime | None = runtime
+        self._config = resolved(asked, runtime.config)
+        self._rank, self._num_ranks = runtime.rank, runtime.num_ranks
+        self._num_local_experts, self._first_local_expert = runtime.num_local_experts, runtime.first_local_expert
+        self._shapes = lane_shapes(self._config, self._num_ranks, self._num_local_experts)
+        self._reader = ArgumentReader(self._config, self._shapes)
+        self._outputs: dict[str, list[DispatchOutput]] = {}  # by framework
+        self._tokens_addresses = [
+            _core.buffer_address(lane.tokens) for lane in self._lanes(runtime, adapter_of("numpy"))
+        ]
+        self._last_lane = 0
+
+    def dispatch(
+        self,
+        x: Array,
+        topk_ids: Array,
+        weights: Array | None = None,
+        quant: QuantConfig | None = None,
+        output_buffer: Array | None = None,
+        stream: object | None = None,
+    ) -> tuple[DispatchOutput, _core.DispatchHandle]:
+        """Sends each token to the ranks that own its experts and receives those for this rank's experts. Collective.
+
+        Args:
+            x: [T, H] bfloat16; float8_e4m3fn when ``quant`` carries block scales. 0 <= T <= M.
+            topk_ids: [T, K] int32 or int64, global expert ids; negative: this slot selects nothing.
+            weights: [T, K] float32; ``None``: 1 everywhere.
+            quant: carries ``block_scales`` of rows that the caller has quantised: [T, S] float32 or, for UE8M0,
+                [T, ceil(S / 4)] int32. Its other fields are not looked at: the communicator's hold.
+            output_buffer: receives the tokens instead of the lane's own buffer; shape and dtype of the output.
+            stream: CUDA only.
+
+        Returns:
+            The output, in arrays of the framework of ``x`` that the communicator owns and that stay valid until F newer
+            dispatches, and the handle that ``combine`` takes.
+
+        Raises:
+            InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
+            PeerLostError: a rank did not take part.
+        """
+        runtime = self._open_runtime("dispatch", stream)
+        reader = self._reader
+        held: list[Array] = []  # what the addresses in the request belong to
+        request = _core.LatencyDispatchRequest()
+        adapter = reader.tokens(request, x, quant, held)
+        reader.routing(request, topk_ids, weights, held)
+        reader.target(request, output_buffer, self._tokens_addresses[runtime.next_lane], held)
+        handle = runtime.dispatch(request)
+        self._last_lane = handle.lane
+        output = self._lanes(runtime, adapter)[handle.lane]
+        return (output if output_buffer is None else replace(output, tokens=output_buffer)), handle
+
+    def combine(
+        self,
+        expert_output: Array,
+        handle: _core.DispatchHandle,
+        weights: Array | None = None,
+        out: Array | None = None,
+        stream: object | None = None,
+    ) -> Array:
+        """Returns expert outputs to their tokens' ranks and sums them with the routing weights. Collective.
+
+        Args:
+            expert_output: bfloat16 in the layout and row order of the dispatch output: [L, R*M, H] or [R*M, H];
+                [R*M, K, H] for RANK_MAJOR with DIRECT_SEND. Rows beyond the counts are not read.
+            handle: from the dispatch whose tokens these are; may be combined again until it is stale.
+            weights: [T, K] float32 instead of those given at dispatch; EXPERT_MAJOR only.
+            out: [T, H] bfloat16 to write to; ``None``: a new array.
+            stream: CUDA only.
+
+        Returns:
+            [T, H] bfloat16: ``out``, or a new array of the framework of ``expert_output``.
+
+        Raises:
+            HandleError: the handle is not one, stale, or another communicator's.
+            InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
+            PeerLostError: a rank did not take part.
+        """
+        runtime = self._open_runtime("combine", stream)
+        if type(handle) is not _core.DispatchHandle:
+            raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
+        reader = self._reader
+        held: list[Array] = []
+        request = _core.LatencyCombineRequest()
+        request.handle = handle
+        request.num_tokens = handle.num_tokens
+        adapter = reader.expert_output(request, expert_output, weights, held)
+        if out is None:
+            out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16")
+        reader.out(request, out, held)
+        runtime.combine(request)
+        return out
+
+    def get_dispatch_output_buffer(self, framework: str = "numpy") -> Array:
+        """The tokens buffer of the lane that the next dispatch uses: [L, R*M, H] or [R*M, H].
+
+        Args:
+            framework: ``"numpy"`` or ``"torch"``.
+        """
+        runtime = self._open_runtime("get_dispatch_output_buffer")
+        return self._lanes(runtime, adapter_of(framework))[runtime.next_lane].tokens
+
+    def get_combine_input_buffer(self, framework: str = "numpy") -> Array:
+        """The bfloat16 buffer for expert outputs of the last dispatch's lane, with the shape that combine takes.
+
+        Args:
+            framework: ``"numpy"`` or ``"torch"``.
+        """
+        runtime = self._open_runtime("get_combine_input_buffer")
+        return self._lanes(runtime, adapter_of(framework))[self._last_lane].combine_input_buffer
+
+    def stats(self) -> MoEStats:
+        """Calls, bytes and waiting times so far."""
+        stats = self._open_runtime("stats").stats()
+        return MoEStats(
+            dispatch_calls=stats.dispatch_calls,
+            combine_calls=stats.combine_calls,
+            bytes_sent=stats.bytes_sent,
+            bytes_received=stats.bytes_received,
+            timeouts=stats.timeouts,
+            expert_tokens=tuple(stats.expert_tokens),
+            source_wait_seconds=tuple(stats.source_wait_seconds),
+        )
+
+    def memory_bytes(self) -> MoEMemoryBytes:
+        """Bytes held on this rank."""
+        held = self._open_runtime("memory_bytes").memory_bytes()
+        return MoEMemoryBytes(shared=held.shared, outputs=held.outputs, private=held.private)
+
+    def check(self) -> None:
+        """Raises what the device reported since the last call. On the CPU every call reports for itself."""
+        self._open_runtime("check").check()
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Ranks given up as lost, ascending."""
+        return tuple(self._open_runtime("lost_ranks").lost_ranks())
+
+    def close(self) -> None:
+        """Ends this rank's part; peers that wait for it are told. Twice is fine.
+
+        Arrays that dispatch returned stay readable: the memory goes when the last of them does.
+        """
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+            self._outputs.clear()
+
+    def dispatch_async(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Not in this version. Raises UnsupportedError."""
+        raise UnsupportedError("dispatch_async: this version has blocking calls only; use dispatch")
+
+    def combine_async(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Not in this version. Raises UnsupportedError."""
+        raise UnsupportedError("combine_async: this version has blocking calls only; use combine")
+
+    def create_overlap_config(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Not in this version. Raises UnsupportedError."""
+        raise UnsupportedError("create_overlap_config: this version has blocking calls only")
+
+    @property
+    def config(self) -> MoECommunicatorConfig:
+        """The configuration with every default filled in."""
+        return self._config
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return self._num_ranks
+
+    @property
+    def num_local_experts(self) -> int:
+        """L."""
+        return self._num_local_experts
+
+    @property
+    def first_local_expert(self) -> int:
+        """Global id of this rank's first expert."""
+        return self._first_local_expert
+
+    @property
+    def is_available(self) -> bool:
+        """Neither closed nor ended by a lost rank."""
+        return self._runtime is not None and self._runtime.is_available
+
+    def __enter__(self) -> MoECommunicator:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def __repr__(self) -> str:
+        config = self._config
+        state = "closed" if self._runtime is None else "open" if self._runtime.is_available else "lost a rank"
+        return (
+            f"<MoECommunicator rank {self._rank} of {self._num_ranks}, {state}: {config.num_experts} experts, "
+            f"hidden_size {config.hidden_size}, top {config.num_topk}, {config.max_tokens_per_rank} tokens, "
+            f"{config.output_layout.name}, {config.combine_mode.name}, {config.quant.format.name}>"
+        )
+
+    def _open_runtime(self, operation: str, stream: object | None = None) -> _core.MoERuntime:
+        if self._runtime is None:
+            raise InvalidArgumentError(f"{operation}: this communicator is closed")
+        if stream is not None:
+            raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
+        return self._runtime
+
+    def _lanes(self, runtime: _core.MoERuntime, adapter: ArrayAdapter) -> list[DispatchOutput]:
+        outputs = self._outputs.get(adapter.framework)
+        if outputs is None:
+            outputs = self._outputs[adapter.framework] = lane_outputs(runtime, self._config, self._shapes, adapter)
+        return outputs

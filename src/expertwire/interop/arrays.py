@@ -1,0 +1,134 @@
+"""What a communicator asks of an array framework, and the checks that are the same for all of them.
+
+Importing this module imports NumPy and nothing else; an adapter is made when the first array of its framework arrives.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from expertwire.errors import InvalidArgumentError
+from expertwire.types import Array
+
+#: Bytes of one element, for the dtypes that the API takes and returns. Natural alignment is the same number.
+ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class ArrayFacts:
+    """What an array is, as far as a communicator cares.
+
+    Attributes:
+        dtype: name without a framework's prefix, e.g. ``"bfloat16"``.
+        shape: sizes.
+        device: ``"cpu"`` or what the framework calls it.
+        contiguous: row-major without gaps.
+        writable: may be written.
+        address: of the first element; 0 where it cannot be told.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    contiguous: bool
+    writable: bool
+    address: int
+
+
+def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a contiguous array."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """The shape as messages print it: ``[3, 7168]``."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def refuse(name: str, given: str, allowed: str) -> NoReturn:
+    """Raises InvalidArgumentError in the one form that all argument messages have."""
+    raise InvalidArgumentError(f"{name} = {given}: {allowed}")
+
+
+def check(facts: ArrayFacts, name: str, dtype: str, shape: tuple[int, ...], writable: bool) -> None:
+    """Raises InvalidArgumentError for the first thing about an array that is not as an argument must be."""
+    what = f"{facts.dtype} {shape_text(facts.shape)} array on {facts.device}"
+    if facts.device != "cpu":
+        refuse(name, what, "this communicator runs on the CPU and takes arrays in CPU memory")
+    if facts.dtype != dtype:
+        refuse(name, what, f"the dtype must be {dtype}")
+    if facts.shape != shape:
+        refuse(name, what, f"the shape must be {shape_text(shape)}")
+    if not facts.contiguous:
+        refuse(name, f"non-contiguous {what}", "must be contiguous (row-major, no gaps)")
+    if facts.address % ITEM_BYTES[dtype]:
+        refuse(name, f"{what} at address {facts.address:#x}", f"must be aligned to {ITEM_BYTES[dtype]} bytes")
+    if writable and not facts.writable:
+        refuse(name, f"read-only {what}", "must be writable")
+
+
+class ArrayAdapter(ABC):
+    """Arrays of one framework.
+
+    Attributes:
+        framework: whose arrays come out when arrays of this adapter go in: ``"numpy"`` or ``"torch"``.
+    """
+
+    framework: str
+
+    def open(self, array: Array, name: str, writable: bool = False) -> Array:  # noqa: ARG002
+        """The object on which the other methods work; it must live as long as its address is used."""
+        return array
+
+    @abstractmethod
+    def shape(self, array: Array) -> tuple[int, ...]:
+        """Sizes of an opened array."""
+
+    @abstractmethod
+    def dtype(self, array: Array) -> str:
+        """Name of the dtype of an opened array, without the framework's prefix."""
+
+    @abstractmethod
+    def address(self, array: Array, name: str, dtype: str, shape: tuple[int, ...], writable: bool = False) -> int:
+        """Address of an opened array that is as asked; otherwise InvalidArgumentError names the argument ``name``."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new array in CPU memory, contents unspecified."""
+
+    @abstractmethod
+    def over(self, memory: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        """An array over ``memory``, NumPy uint8 of exactly the bytes needed, which it keeps alive."""
+
+
+def make_adapter(array: Array, name: str) -> ArrayAdapter:
+    """The adapter for arrays like this one. Raises InvalidArgumentError naming ``name`` if there is none."""
+    if isinstance(array, np.ndarray):
+        return adapter_of("numpy")
+    torch = sys.modules.get("torch")  # whoever holds a tensor has imported torch
+    if torch is not None and isinstance(array, torch.Tensor):
+        return adapter_of("torch")
+    if not isinstance(array, type) and hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        from expertwire.interop.dlpack_arrays import DlpackAdapter
+
+        return DlpackAdapter()
+    return refuse(name, f"{type(array).__name__} object", "must be a NumPy array, a torch tensor or support DLPack")
+
+
+def adapter_of(framework: str) -> ArrayAdapter:
+    """The adapter of a framework by name. Raises InvalidArgumentError for a name it does not know."""
+    if framework == "numpy":
+        from expertwire.interop.numpy_arrays import NumpyAdapter
+
+        return NumpyAdapter()
+    if framework == "torch":
+        from expertwire.interop.torch_arrays import TorchAdapter
+
+        return TorchAdapter()
+    return refuse("framework", repr(framework), 'must be "numpy" or "torch"')

@@ -1,0 +1,46 @@
+"""Markers and settings of the whole suite. Nothing here needs torch or a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import pytest
+from hypothesis import settings
+
+MARKERS = {
+    "cpu": "runs on any machine (given to every test that names no other marker)",
+    "gpu": "needs one CUDA device",
+    "multi_gpu": "needs two CUDA devices or more",
+}
+
+# Timings of a shared machine say nothing, and a failure must be repeatable from its printed text alone.
+settings.register_profile("expertwire", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("expertwire")
+
+
+@cache
+def num_cuda_devices() -> int:
+    """Devices that the CUDA driver offers; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if needed == 0:
+            item.add_marker("cpu")
+        elif num_cuda_devices() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_cuda_devices()}"))
