@@ -24,12 +24,13 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CXX
 
 # $(call install,extras): built in one folder for good, so that only what changed is compiled.
-install = SKBUILD_BUILD_DIR=build/python $(PIP_INSTALL) --no-build-isolation ".$(if $(1),[$(1)])" && touch $(VENV)/stamp-package
+install = @echo "installing expertwire$(if $(1),[$(1)]) into $(VENV)"; SKBUILD_BUILD_DIR=build/python $(PIP_INSTALL) --no-build-isolation ".$(if $(1),[$(1)])" && touch $(VENV)/stamp-package
 
 # $(call cxx_tests,folder,cmake options,ctest options)
-cxx_tests = cmake -S . -B build/$(1) -G Ninja -DEXPERTWIRE_TESTS=ON -DEXPERTWIRE_WERROR=ON $(2) >build/$(1).log \
-	|| { cat build/$(1).log; exit 1; }; \
-	cmake --build build/$(1) -j $(JOBS) && ctest --test-dir build/$(1) --output-on-failure --no-tests=error $(3)
+cxx_tests = @echo "C++ tests in build/$(1)"; mkdir -p build; \
+	cmake -S . -B build/$(1) -G Ninja -DEXPERTWIRE_TESTS=ON -DEXPERTWIRE_WERROR=ON $(2) >build/$(1).log \
+	&& cmake --build build/$(1) -j $(JOBS) >>build/$(1).log || { cat build/$(1).log; exit 1; }; \
+	ctest --test-dir build/$(1) --output-on-failure --no-tests=error $(3)
 
 SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g"
 
@@ -47,12 +48,12 @@ lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	@echo clang-format --dry-run; $(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/stamp-dev
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_FILES)
+	@echo clang-format -i; $(BIN)/clang-format -i $(CXX_FILES)
 
 sanitize: $(VENV)/stamp-venv
 	$(call cxx_tests,asan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=address$(comma)undefined,-LE slow)
@@ -66,11 +67,11 @@ $(VENV)/stamp-package: $(VENV)/stamp-venv $(SOURCES)
 
 $(TEST_STAMP): $(VENV)/stamp-venv $(SOURCES)
 	$(call install,$(TEST_EXTRAS))
-	touch $@
+	@touch $@
 
 $(VENV)/stamp-dev: $(VENV)/stamp-venv pyproject.toml
 	$(call install,dev)
-	touch $@
+	@touch $@
 
 # The environment holds what building needs, too: scikit-build-core names cmake and ninja if this machine lacks them.
 $(VENV)/stamp-venv: pyproject.toml
@@ -82,9 +83,8 @@ $(VENV)/stamp-venv: pyproject.toml
 	command -v $(firstword $(CXX)) >/dev/null || need="$$need g++"; \
 	test -z "$$need" || { echo "This machine lacks what building needs; install it with: apt-get install$$need" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python >= 3.10 is needed, $(PYTHON) is %d.%d" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | xargs $(PIP_INSTALL)
-	$(BIN)/python -c 'from scikit_build_core.build import *; [print(line) for line in get_requires_for_build_wheel()]' \
+	@echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV)
+	@grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | xargs $(PIP_INSTALL)
+	@$(BIN)/python -c 'from scikit_build_core.build import *; [print(line) for line in get_requires_for_build_wheel()]' \
 		| xargs --no-run-if-empty -d '\n' $(PIP_INSTALL)
-	mkdir -p build
-	touch $@
+	@touch $@

@@ -316,7 +316,6 @@ void copies() {
     for (const std::size_t bytes : {0u, 1u, 15u, 16u, 17u, 64u, 1000u, 7168u, 14336u}) {
       for (std::size_t num_destinations = 0; num_destinations <= 17; ++num_destinations) {
         check_copy(ops->copy, bytes, num_destinations, std::string(ops->name) + ": copy");
-        check_copy(ops->copy_streaming, bytes, num_destinations, std::string(ops->name) + ": copy_streaming");
       }
     }
   }

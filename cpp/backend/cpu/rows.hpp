@@ -27,14 +27,7 @@ struct RowOps {
 
   // Copies one row to several places, fetching it from memory once.
   void (*copy)(const void* row, std::size_t bytes, void* const* destinations, int num_destinations);
-  // The same with stores that leave the caches alone, for destinations that would not stay in the cache until they are
-  // read (kStreamingBytes). Ends with a fence, so that a release store publishes them.
-  void (*copy_streaming)(const void* row, std::size_t bytes, void* const* destinations, int num_destinations);
 };
-
-// From about here on copy_streaming is the faster one: what the ranks of a host together write before it is read. A fixed
-// number, because virtual machines report the cache of the whole chip (docs/numerics.md has the measurement).
-inline constexpr std::size_t kStreamingBytes = std::size_t{32} << 20;
 
 // The best table this processor can run, or the one EXPERTWIRE_CPU_ISA names (throws Unsupported if it cannot run).
 const RowOps& row_ops();

@@ -7,6 +7,6 @@
 
 namespace expertwire::cpu {
 
-extern constinit const RowOps kAvx2Rows = {"avx2", reduce, quantize, copy, copy_streaming};
+extern constinit const RowOps kAvx2Rows = {"avx2", reduce, quantize, copy};
 
 }  // namespace expertwire::cpu

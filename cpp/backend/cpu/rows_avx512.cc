@@ -8,6 +8,6 @@
 
 namespace expertwire::cpu {
 
-extern constinit const RowOps kAvx512Rows = {"avx512", reduce, quantize, copy, copy_streaming};
+extern constinit const RowOps kAvx512Rows = {"avx512", reduce, quantize, copy};
 
 }  // namespace expertwire::cpu

@@ -267,33 +267,5 @@ void copy(const void* row, std::size_t bytes, void* const* destinations, int num
   for (int i = 0; i < num_destinations; ++i) std::memcpy(destinations[i], row, bytes);
 }
 
-#if defined(__x86_64__)
-inline void copy_past_cache(const unsigned char* source, std::size_t bytes, unsigned char* target) {
-  constexpr std::size_t kStoreBytes = 16;
-  const std::size_t to_boundary = -reinterpret_cast<std::uintptr_t>(target) % kStoreBytes;
-  const std::size_t head = to_boundary < bytes ? to_boundary : bytes;
-  std::memcpy(target, source, head);
-  std::size_t done = head;
-  for (; done + kStoreBytes <= bytes; done += kStoreBytes) {
-    __m128i piece;
-    std::memcpy(&piece, source + done, kStoreBytes);
-    _mm_stream_si128(reinterpret_cast<__m128i*>(target + done), piece);
-  }
-  std::memcpy(target + done, source + done, bytes - done);
-}
-
-void copy_streaming(const void* row, std::size_t bytes, void* const* destinations, int num_destinations) {
-  const auto* source = static_cast<const unsigned char*>(row);
-  for (int i = 0; i < num_destinations; ++i)
-    copy_past_cache(source, bytes, static_cast<unsigned char*>(destinations[i]));
-  // Streaming stores are not ordered by a release store; after the fence they are.
-  _mm_sfence();
-}
-#else
-void copy_streaming(const void* row, std::size_t bytes, void* const* destinations, int num_destinations) {
-  copy(row, bytes, destinations, num_destinations);
-}
-#endif
-
 }  // namespace
 }  // namespace expertwire::cpu

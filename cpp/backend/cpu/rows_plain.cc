@@ -4,9 +4,9 @@
 namespace expertwire::cpu {
 
 #if defined(__aarch64__)
-extern constinit const RowOps kPlainRows = {"neon", reduce, quantize, copy, copy_streaming};
+extern constinit const RowOps kPlainRows = {"neon", reduce, quantize, copy};
 #else
-extern constinit const RowOps kPlainRows = {"plain", reduce, quantize, copy, copy_streaming};
+extern constinit const RowOps kPlainRows = {"plain", reduce, quantize, copy};
 #endif
 
 }  // namespace expertwire::cpu
