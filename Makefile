@@ -1,19 +1,34 @@
 # make run    install into .venv and run the main job          make lint      ruff, mypy, clang-format
 # make test   C++ tests, then pytest                           make sanitize  C++ tests under ASan + UBSan, and TSan
-# make format rewrite sources in the house style               make clean     remove .venv and build
+# make format rewrite sources in the house style               make clean     remove .venv, build and caches
 #
 # PYTHON=python3.12      another interpreter for .venv         EXTRAS=torch,mpi   more extras for make test
+# CXX=clang++            another compiler; .venv remembers both until make clean
 # RUN_ARGS="--ranks 2"   arguments of the main job             PYTEST_ARGS="-k fp8"
 
-PYTHON ?= python3
-CXX ?= g++
+VENV := .venv
+-include $(VENV)/made-with.mk
+
+PYTHON ?= $(or $(MADE_WITH_PYTHON),python3)
+ifeq ($(origin CXX),default)
+CXX := $(or $(MADE_WITH_CXX),g++)
+endif
 JOBS ?= 2
 EXTRAS ?=
 RUN_ARGS ?=
 PYTEST_ARGS ?=
 
-VENV := .venv
+# A build folder keeps its compiler and .venv its interpreter, whatever is asked for later.
+ifneq ($(MADE_WITH_PYTHON),)
+ifneq ($(PYTHON) and $(CXX),$(MADE_WITH_PYTHON) and $(MADE_WITH_CXX))
+ifneq ($(MAKECMDGOALS),clean)
+$(error $(VENV) was made with PYTHON=$(MADE_WITH_PYTHON) CXX=$(MADE_WITH_CXX), this is PYTHON=$(PYTHON) CXX=$(CXX); make clean first)
+endif
+endif
+endif
+
 BIN := $(VENV)/bin
+APT_PYTHON := $(or $(filter python3%,$(notdir $(PYTHON))),python3)
 comma := ,
 TEST_EXTRAS := test$(if $(EXTRAS),$(comma)$(EXTRAS))
 TEST_STAMP := $(VENV)/stamp-$(subst $(comma),-,$(TEST_EXTRAS))
@@ -60,7 +75,7 @@ sanitize: $(VENV)/stamp-venv
 	$(call cxx_tests,tsan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=thread,-LE slow)
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/stamp-package: $(VENV)/stamp-venv $(SOURCES)
 	$(call install)
@@ -75,15 +90,17 @@ $(VENV)/stamp-dev: $(VENV)/stamp-venv pyproject.toml
 
 # The environment holds what building needs, too: scikit-build-core names cmake and ninja if this machine lacks them.
 $(VENV)/stamp-venv: pyproject.toml
-	@need=; \
-	command -v $(PYTHON) >/dev/null || need="$$need python3"; \
-	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || need="$$need python3-venv"; \
-	test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)/Python.h" \
-		|| need="$$need python3-dev"; \
+	@need=; found() { command -v "$$2" >/dev/null || test "$$2" = "$$3" || { echo "$$1=$$2: not found" >&2; exit 1; }; }; \
+	found PYTHON "$(PYTHON)" python3; found CXX "$(firstword $(CXX))" g++; \
+	if ! command -v $(PYTHON) >/dev/null; then need=" python3 python3-venv python3-dev"; else \
+		$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python >= 3.10 is needed, $(PYTHON) is %d.%d; name another one with PYTHON=" % sys.version_info[:2])' || exit 1; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || need="$$need $(APT_PYTHON)-venv"; \
+		test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || need="$$need $(APT_PYTHON)-dev"; \
+	fi; \
 	command -v $(firstword $(CXX)) >/dev/null || need="$$need g++"; \
-	test -z "$$need" || { echo "This machine lacks what building needs; install it with: apt-get install$$need" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python >= 3.10 is needed, $(PYTHON) is %d.%d" % sys.version_info[:2])'
+	test -z "$$need" || { echo "This machine lacks what building needs; install it as root: apt-get install$$need" >&2; exit 1; }
 	@echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV)
+	@printf '%s\n' 'MADE_WITH_PYTHON := $(PYTHON)' 'MADE_WITH_CXX := $(CXX)' >$(VENV)/made-with.mk
 	@grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | xargs $(PIP_INSTALL)
 	@$(BIN)/python -c 'from scikit_build_core.build import *; [print(line) for line in get_requires_for_build_wheel()]' \
 		| xargs --no-run-if-empty -d '\n' $(PIP_INSTALL)

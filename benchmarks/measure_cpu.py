@@ -1,13 +1,14 @@
 """Measure what docs/benchmarks.md shows of the CPU backend, and write it as JSON.
 
-``python benchmarks/measure_cpu.py`` takes a few minutes; nothing else should use the machine meanwhile.
-``render_tables.py`` makes the tables from the result.
+``python benchmarks/measure_cpu.py`` takes a few minutes; nothing else should use the machine meanwhile. If something
+did before the start, the output and the result say so. ``render_tables.py`` makes the tables from the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,11 +20,11 @@ from typing import Any
 import expertwire
 from expertwire.bench.adapters.floor import sent_tokens
 from expertwire.bench.inputs import rank_input
-from expertwire.bench.machine import describe_machine, describe_versions
 from expertwire.bench.measure import measure
 from expertwire.bench.routing import make_routing
 from expertwire.bench.schema import Problem, Report, Run, Settings
 from expertwire.groups import Group
+from expertwire.machine import describe_machine, describe_versions
 from expertwire.types import CombineMode, DispatchLayout, MoEMemoryBytes
 
 RESULT = Path(__file__).parent / "results" / "cpu.json"
@@ -34,11 +35,13 @@ TINY = Problem(num_experts=8, num_tokens=1, hidden_size=8, num_topk=2, num_ranks
 MANY_RANKS = 8
 #: Seconds that the others wait for a rank that comes late, and how often.
 LATE_S, LATE_TIMES = 1.0, 3
+#: Load average for each core above which a machine is not quiet enough.
+QUIET_LOAD = 0.5
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure and the bound it is held against."""
+    """One figure and the bound it is held against. ``spread`` is the largest of what it was made from."""
 
     name: str
     what: str
@@ -46,6 +49,7 @@ class Bar:
     measured: float
     bar: float
     at_most: bool = True
+    spread: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields and whether the bound is kept."""
@@ -59,6 +63,17 @@ def pair_us(run: Run, lib: str = "expertwire") -> float:
     if not result.phases:
         raise SystemExit(f"{lib} on {run.problem.title()}: {result.reason}")
     return result.phases["pair"].median_us
+
+
+def pair_spread(*measured: tuple[Run, str]) -> float:
+    """Return the largest spread of the pairs of some libraries: (largest - smallest) / median over their rounds."""
+    return max(run.result(lib).phases["pair"].spread for run, lib in measured)
+
+
+def load_before(machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the load that other work put on the machine, and whether it was quiet."""
+    load, most = machine["load_average_1min"], QUIET_LOAD * machine["usable_cores"]
+    return {"load_average_1min": load, "most": most, "quiet": load <= most}
 
 
 def written_rows(problem: Problem) -> int:
@@ -75,9 +90,12 @@ def compare_libraries(settings: Settings) -> tuple[list[Bar], list[Run]]:
     rank_major, expert_major = (measure(problem, settings, libs) for problem in (RANK_MAJOR, EXPERT_MAJOR))
     to_floor = pair_us(rank_major) / pair_us(rank_major, "floor")
     to_torch = pair_us(expert_major, "torch-a2a") / pair_us(expert_major)
+    of_floor = pair_spread((rank_major, "expertwire"), (rank_major, "floor"))
+    of_torch = pair_spread((expert_major, "expertwire"), (expert_major, "torch-a2a"))
+    said = "torch-a2a over EXPERT_MAJOR pair, 2 ranks"
     bars = [
-        Bar("rank_major_to_floor", "RANK_MAJOR pair over floor, 2 ranks", "x", to_floor, 2.0),
-        Bar("torch_to_expert_major", "torch-a2a over EXPERT_MAJOR pair, 2 ranks", "x", to_torch, 4.0, at_most=False),
+        Bar("rank_major_to_floor", "RANK_MAJOR pair over floor, 2 ranks", "x", to_floor, 2.0, spread=of_floor),
+        Bar("torch_to_expert_major", said, "x", to_torch, 4.0, at_most=False, spread=of_torch),
     ]
     return bars, [rank_major, expert_major]
 
@@ -92,7 +110,8 @@ def compare_rank_counts(settings: Settings) -> tuple[list[Bar], list[Run]]:
         ratio = median(map(pair_us, turns[0::2])) / median(map(pair_us, turns[1::2]))
         layout = many.layout.name
         what = f"{layout} pair, {MANY_RANKS} ranks over 2 ranks of T {few.num_tokens}, the same total bytes"
-        bars.append(Bar(f"many_ranks_{layout.lower()}", what, "x", ratio, 1.5))
+        spread = pair_spread(*((turn, "expertwire") for turn in turns))
+        bars.append(Bar(f"many_ranks_{layout.lower()}", what, "x", ratio, 1.5, spread=spread))
         runs += turns
     return bars, runs
 
@@ -129,7 +148,8 @@ def measure_costs() -> tuple[list[Bar], list[Run]]:
             Bar(f"waiting_{ranks}", f"core used by a rank that waits {LATE_S:g} s, {ranks} ranks", "%", share, 5.0)
         )
     calls = measure(TINY, Settings(warmup=2000, iters=1000, threads=True), ["expertwire"])
-    bars.append(Bar("python_call", "dispatch + combine, T 1, H 8, one rank", "us", pair_us(calls), 30.0))
+    spread = pair_spread((calls, "expertwire"))
+    bars.append(Bar("python_call", "dispatch + combine, T 1, H 8, one rank", "us", pair_us(calls), 30.0, spread=spread))
     with ThreadPoolExecutor(MANY_RANKS) as pool:
         held = list(pool.map(memory_of_rank, expertwire.local_group(MANY_RANKS)))
     shared = max(memory.shared for memory in held) / 2**20
@@ -146,6 +166,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     machine, settings = describe_machine(), Settings(iters=options.iters)
+    load = load_before(machine)
+    if not load["quiet"]:
+        busy = f"the load average is {load['load_average_1min']}, above {load['most']:g}"
+        print(f"WARNING: {busy}: this machine is busy, and figures of it say little", file=sys.stderr, flush=True)
     bars: list[Bar] = []
     runs: list[Run] = []
     for part in (lambda: compare_libraries(settings), lambda: compare_rank_counts(settings), measure_costs):
@@ -153,12 +177,12 @@ def main() -> None:
         bars += part_bars
         runs += part_runs
         for bar in part_bars:
-            print(f"{bar.what}: {bar.measured:.3g} {bar.unit} (bar {bar.bar:g})", flush=True)
+            print(f"{bar.what}: {bar.measured:.3g} {bar.unit} (bar {bar.bar:g}, spread {bar.spread:.0%})", flush=True)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = ("python", "benchmarks/measure_cpu.py", "--iters", str(options.iters))
     report = Report(command, date, machine, describe_versions(), settings, tuple(runs))
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    values = {**report.to_json(), "bars": [bar.to_json() for bar in bars]}
+    values = {**report.to_json(), "load_before": load, "bars": [bar.to_json() for bar in bars]}
     options.output.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
 
 

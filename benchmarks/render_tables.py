@@ -36,10 +36,17 @@ def machine_table(result: Json) -> str:
         ["CPU", f"{machine['cpu']} ({machine['architecture']}), {machine['usable_cores']} cores"],
         ["memory", f"{machine['memory_gib']} GiB"],
         ["kernel", machine["kernel"]],
-        ["load before", str(machine["load_average_1min"])],
+        ["load before", _load(result)],
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
     ]
     return _markdown(["", ""], rows)
+
+
+def _load(result: Json) -> str:
+    load = result.get("load_before")
+    if load is None:
+        return str(result["machine"]["load_average_1min"])
+    return f"{load['load_average_1min']}" + ("" if load["quiet"] else f" (**busy**: above {load['most']:g})")
 
 
 def bars_table(result: Json) -> str:
@@ -47,8 +54,9 @@ def bars_table(result: Json) -> str:
     rows = []
     for bar in result["bars"]:
         bound = f"{'at most' if bar['at_most'] else 'at least'} {bar['bar']:g} {bar['unit']}"
-        rows.append([bar["what"], f"{bar['measured']:.3g} {bar['unit']}", bound, "yes" if bar["met"] else "**no**"])
-    return _markdown(["what", "measured", "bar", "met"], rows)
+        met, spread = "yes" if bar["met"] else "**no**", f"{bar['spread']:.0%}" if bar.get("spread") else ""
+        rows.append([bar["what"], f"{bar['measured']:.3g} {bar['unit']}", spread, bound, met])
+    return _markdown(["what", "measured", "spread", "bar", "met"], rows)
 
 
 def runs_table(result: Json) -> str:

@@ -239,10 +239,13 @@ def _models() -> Iterator[Case]:
             yield Case(name, (3, 2), experts, hidden, topk, layout=layout, combine_mode=mode, quant=quant)
 
 
+RANK_COUNTS = (1, 2, 3, 4, 5, 7, 8, 16)
+
+
 def _sizes() -> Iterator[Case]:
-    """Yield every rank count with every layout and combine mode; H and K run through odd values."""
-    for index, (ranks, (layout, mode)) in enumerate(itertools.product((1, 2, 3, 4, 5, 7, 8, 16), WAYS)):
-        hidden, topk = (1000, 136, 24, 8)[index % 4], (1, 2, 3, 5, 7)[index % 5]
+    """Yield every rank count with every layout and combine mode; each way meets every H and K of some odd ones."""
+    for index, (ranks, (layout, mode)) in enumerate(itertools.product(RANK_COUNTS, WAYS)):
+        hidden, topk = (1000, 136, 24, 8)[(index + index // 4) % 4], (1, 2, 3, 5, 7)[index % 5]
         tokens = tuple((3 * rank + index) % 6 for rank in range(ranks))
         name = f"ranks-{ranks}-{way_name(layout, mode)}-h{hidden}-k{topk}"
         yield Case(name, tokens, 8, hidden, topk, 6, uneven(8, ranks), layout, mode)

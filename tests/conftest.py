@@ -32,15 +32,32 @@ def num_cuda_devices() -> int:
     return count.value
 
 
+def missing_for(num_devices: int) -> str:
+    """Say why tests that need this many CUDA devices cannot run here; nothing if they can."""
+    if num_cuda_devices() < num_devices:
+        return f"needs {num_devices} CUDA device(s), found {num_cuda_devices()}"
+    try:
+        import torch
+    except ImportError:
+        return "needs torch"
+    return "" if torch.cuda.is_available() else "needs a torch that was built with CUDA"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="K/N runs every N-th test, beginning with the K-th")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    first, step = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[first - 1 :: step]
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if needed == 0:
             item.add_marker("cpu")
-        elif num_cuda_devices() < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_cuda_devices()}"))
+        elif reason := missing_for(needed):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -63,6 +63,10 @@ class Me:
     line: Connection
     key: str
 
+    def another_group(self, name: str) -> ew.Group:
+        """Return a new group of all ranks."""
+        return _group(self.group.rank, self.group.size, f"{self.key}:{name}")
+
     def group_without(self, lost: int) -> ew.Group:
         """Return a new group of all ranks but one."""
         rank = self.group.rank - (self.group.rank > lost)

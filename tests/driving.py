@@ -91,11 +91,11 @@ def poison(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def copy_output(out: DispatchOutput) -> DispatchOutput:
-    """Copy a dispatch output, which the communicator overwrites."""
+def copy_output(out: DispatchOutput, copy: Callable[[Any], np.ndarray] = np.array) -> DispatchOutput:
+    """Copy a dispatch output, which the communicator overwrites. ``copy`` makes NumPy arrays of its arrays."""
 
     def copied(array: Any) -> Any:
-        return None if array is None else np.array(array, copy=True)
+        return None if array is None else copy(array)
 
     info = {f.name: copied(getattr(out.layout, f.name)) for f in fields(DispatchLayoutInfo) if f.name != "kind"}
     quant = None if out.quant is None else replace(out.quant, block_scales=copied(out.quant.block_scales))
@@ -155,16 +155,23 @@ def run_processes(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[An
 
 
 def rank_of_case(group: ew.Group, case: Case, num_steps: int) -> list[Received]:
-    """Be one rank of a case: exchanges that leave their rows in every buffer, then ``num_steps`` of the case itself."""
-    config, rank = case.config, group.rank
-    full = replace(case, ids="uniform", tokens=(config.max_tokens_per_rank,) * group.size, values="normal")
-    with ew.MoECommunicator(group, config) as comm:
-        for step in range(-config.max_in_flight, 0):
-            exchange(comm, full.inputs(step)[rank])
-        results = []
-        for step in range(num_steps):
-            new_weights = case.replaced_weights(step)
-            results.append(exchange(comm, case.inputs(step)[rank], new_weights[rank] if new_weights else None))
+    """Be one rank of a case."""
+    with ew.MoECommunicator(group, case.config) as comm:
+        return steps_of_case(comm, case, num_steps, exchange)
+
+
+def steps_of_case(
+    comm: ew.MoECommunicator, case: Case, num_steps: int, exchange: Callable[..., Received]
+) -> list[Received]:
+    """Do exchanges that leave their rows in every buffer, then ``num_steps`` of the case itself."""
+    config, rank = comm.config, comm.rank
+    full = replace(case, ids="uniform", tokens=(config.max_tokens_per_rank,) * comm.num_ranks, values="normal")
+    for step in range(-config.max_in_flight, 0):
+        exchange(comm, full.inputs(step)[rank])
+    results = []
+    for step in range(num_steps):
+        new_weights = case.replaced_weights(step)
+        results.append(exchange(comm, case.inputs(step)[rank], new_weights[rank] if new_weights else None))
     return results
 
 

@@ -20,6 +20,8 @@ VICTIM = 2
 OTHERS = (0, 1, 3)
 LONG_S = 60.0  # a time-out that no test reaches
 SHORT_S = 1.0
+#: A rank that gives another up returns at most this much after its time-out, by its own clock.
+GRACE_S = 1.0
 TOUR = 4  # steps of a loop whose inputs differ
 
 BASE = Case("failures", (5, 7, 6, 4), num_experts=8, hidden_size=64, num_topk=3, max_tokens=7)

@@ -11,24 +11,10 @@ import pytest
 import expertwire as ew
 from bits import assert_same_bits
 from expertwire.types import DispatchDataType, QuantConfig, ScaleFormat
+from one_rank import BF16, FP8_QUANT, ids, rows, single
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-SHAPE: dict[str, Any] = {"num_experts": 4, "hidden_size": 128, "num_topk": 2, "max_tokens_per_rank": 3}
-FP8_QUANT = QuantConfig(DispatchDataType.FP8_E4M3)
 UE8M0_QUANT = QuantConfig(DispatchDataType.FP8_E4M3, scale_format=ScaleFormat.UE8M0)
-
-
-def single(**fields: Any) -> ew.MoECommunicator:
-    return ew.MoECommunicator(*ew.local_group(1), **{**SHAPE, **fields})
-
-
-def rows(num_tokens: int = 3, dtype: Any = BF16) -> np.ndarray:
-    return np.ones((num_tokens, 128), dtype)
-
-
-def ids(num_tokens: int = 3) -> np.ndarray:
-    return np.array([[0, 3], [2, -1], [1, 0]])[:num_tokens]
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from expertwire.bench.request import Sweep
 from expertwire.bench.schema import PHASES, Problem, Run, Samples, Settings, Status
 from expertwire.bench.summary import summarize, with_ratios
 from expertwire.errors import InvalidArgumentError
-from expertwire.run.trace import RoutingTrace, TraceInfo, save_trace
+from expertwire.trace import RoutingTrace, TraceInfo, save_trace
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
 SMALL = Problem(num_experts=8, num_tokens=5, hidden_size=128, num_topk=3, num_ranks=2)
@@ -101,6 +101,24 @@ def test_libraries_are_compared_across_processes() -> None:
     ours, floor = run.results
     assert ours.phases["pair"].ratio_to["floor"] == pytest.approx(1 / floor.phases["pair"].ratio_to["expertwire"])
     assert run.bytes_per_rank == 5 * 3 * 128 * 2
+
+
+def test_the_way_to_the_figures_is_told() -> None:
+    told: list[tuple[int, str]] = []
+    libs = ["floor", "deepep", "expertwire"]
+    measure.measure(SMALL, replace(QUICK, iters=40), libs, lambda count, doing: told.append((count, doing)))
+    counts = [count for count, _ in told]
+    assert counts == sorted(set(counts))
+    assert told[-1] == (measure.num_steps(SMALL, QUICK, libs), "last check")
+    assert counts[-1] == 6  # two libraries that can run here, set up once and timed in two rounds
+
+
+def test_every_step_has_a_name() -> None:
+    job = measure.Job(SMALL, QUICK, ("a", "b"), Path())
+    assert [job.doing(count) for count in range(7)] == [
+        *("a: set-up and warm-up", "b: set-up and warm-up"),
+        *("a: round 1", "b: round 1", "a: round 2", "b: round 2", "last check"),
+    ]
 
 
 def trace_file(folder: Path, num_ranks: int = 2) -> Path:

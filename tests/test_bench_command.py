@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,12 +11,15 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from expertwire import cli
+from expertwire.bench import command
 from expertwire.bench.adapters import ADAPTERS
-from expertwire.bench.request import Sweep
-from expertwire.bench.schema import PHASES
+from expertwire.bench.request import Request, Sweep, run_request
+from expertwire.bench.schema import PHASES, Report, Settings
 from expertwire.bench.workloads import WORKLOADS
+from expertwire.errors import UnsupportedError
 from expertwire.types import DispatchLayout
 from test_bench import WrongCombine
 
@@ -46,6 +50,13 @@ def test_workloads_set_the_shape(name: str) -> None:
     assert shape == (workload.num_tokens, workload.num_experts, workload.num_topk, workload.hidden_size)
 
 
+def test_help_and_page_name_every_workload() -> None:
+    assert command.WORKLOAD_HELP.endswith(f"by name: {', '.join(WORKLOADS)}.")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for w in WORKLOADS.values():
+        assert f"| `{w.name}` | {w.num_tokens} | {w.num_experts} | {w.num_topk} | {w.hidden_size} |" in page
+
+
 REFUSED = [
     (["--ep-lib", "floor,nosuch"], "--ep-lib 'nosuch': must be among"),
     (["--kernel-only"], "--kernel-only: needs NVIDIA GPUs"),
@@ -59,6 +70,8 @@ REFUSED = [
     (["--layout", "token-major"], "--layout token-major: must be among expert-major, rank-major"),
     (["--routing", "zipf"], "routing = 'zipf'"),
     (["--workload", "nosuch"], "--workload 'nosuch': must be one of mscclpp-latency"),
+    (["--routing", "missing.npz"], "--routing missing.npz: cannot read it (No such file or directory)"),
+    (["--routing", "missing.npz", "--workload", "kimi-k3"], "--routing missing.npz: cannot read it"),
     (["--json", "nosuch/out.json"], "--json nosuch/out.json: its folder does not exist"),
 ]
 
@@ -83,6 +96,17 @@ def test_dry_run_says_what_would_run_and_runs_nothing(
     assert printed.count("nccl-ep: not supported in this version") == 2
 
 
+def test_what_is_not_supported_is_bad_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("not in this version")
+
+    monkeypatch.setattr("expertwire.bench.request.measure", refuse)
+    assert run_cli(monkeypatch) == 2
+    assert "expertwire bench: not in this version" in capsys.readouterr().err
+
+
 SMALL_ARGUMENTS = ["--threads", "-e", "8", "-t", "5", "-d", "128", "-k", "3", "-w", "1", "-i", "4"]
 
 
@@ -94,7 +118,7 @@ def test_the_command_prints_a_row_per_phase_and_writes_every_sample(
     printed = capsys.readouterr()
     assert [phase for phase in PHASES if f"floor  {phase}" in printed.out] == list(PHASES)
     assert "deepep: no figures: not supported" in printed.out
-    assert "1 of 1: T 5" in printed.err
+    assert "1 of 1: T 5  E 8  K 3  H 128  R 2  expert-major  rank-local-reduce  bf16  routing uniform" in printed.err
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["schema"] == "expertwire-bench/1"
     assert report["command"][:2] == ["expertwire", "bench"]
@@ -106,6 +130,29 @@ def test_the_command_prints_a_row_per_phase_and_writes_every_sample(
     assert np.array(floor["samples"]["pair"]).shape == (2, 4)
     assert deepep["status"] == "skipped"
     assert deepep["samples"] is None
+
+
+def test_a_terminal_shows_one_bar_over_problems_libraries_and_rounds() -> None:
+    errors = Console(file=io.StringIO(), force_terminal=True, width=200)
+    problems = Sweep(tokens="2,3", experts="8", hidden="128", topk="3").problems()
+    settings = Settings(warmup=0, iters=4, rounds=2, threads=True)
+    report = run_request(Request(["expertwire", "floor"], problems, settings, ()), errors)
+    assert not report.failed
+    drawn = errors.file.getvalue()  # type: ignore[attr-defined]
+    assert " 0/12" in drawn
+    assert "12/12" in drawn
+    assert "1 of 2: T 2" in drawn
+    assert "2 of 2: T 3" in drawn
+
+
+def test_the_samples_are_kept_when_nobody_reads_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def closed(_report: Report, _console: Console) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("expertwire.bench.report.print_report", closed)
+    path = tmp_path / "out.json"
+    assert run_cli(monkeypatch, "--ep-lib", "floor", *SMALL_ARGUMENTS, "--json", str(path)) == 1
+    assert json.loads(path.read_text(encoding="utf-8"))["runs"]
 
 
 def test_a_wrong_library_gives_exit_status_1(
@@ -127,6 +174,15 @@ def load_script(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize(("load", "quiet"), [(0.9, True), (1.1, False)])
+def test_a_busy_machine_is_marked(load: float, quiet: bool) -> None:
+    before = load_script("measure_cpu").load_before({"load_average_1min": load, "usable_cores": 2})
+    assert before == {"load_average_1min": load, "most": 1.0, "quiet": quiet}
+    machine = {"cpu": "c", "architecture": "a", "usable_cores": 2, "memory_gib": 1, "kernel": "k"}
+    result = {"date": "d", "command": ["c"], "machine": machine, "versions": {}, "load_before": before}
+    assert ("**busy**: above 1" in load_script("render_tables").machine_table(result)) is not quiet
 
 
 def test_tables_of_the_page_come_from_the_committed_results() -> None:

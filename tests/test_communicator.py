@@ -169,6 +169,22 @@ def test_weights_of_combine_replace_those_of_dispatch() -> None:
         assert_same_bits(comm.combine(out.tokens, handle, weights=ones), rows() + rows(), "with other weights")
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_thousands_of_small_calls(max_tokens: int) -> None:
+    def rank_of(group: ew.Group) -> None:
+        rng = np.random.default_rng(group.rank)
+        with ew.MoECommunicator(
+            group, num_experts=4, hidden_size=8, num_topk=1, max_tokens_per_rank=max_tokens
+        ) as comm:
+            for step in range(3000):
+                num_tokens = int(rng.integers(0, max_tokens + 1))
+                x = np.full((num_tokens, 8), 1 + step % 128, BF16)
+                out, handle = comm.dispatch(x, rng.integers(0, 4, (num_tokens, 1)))
+                assert_same_bits(comm.combine(out.tokens, handle), x, f"step {step}")
+
+    run_threads(rank_of, 2)
+
+
 # Arrays of other frameworks
 
 
@@ -187,6 +203,25 @@ def test_torch_in_torch_out() -> None:
             own = torch.empty_like(x)
             assert comm.combine(out.tokens, handle, out=own) is own
             assert torch.equal(own, combined)
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_torch_tensors_without_elements_have_no_address(layout: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def rank_of(group: ew.Group) -> Any:
+        with ew.MoECommunicator(group, **SHAPE, experts_per_rank=(4, 0), output_layout=layout) as comm:
+            num_tokens = (0, 2)[group.rank]
+            x = torch.ones(num_tokens, 16, dtype=torch.bfloat16)
+            assert num_tokens or x.data_ptr() == 0
+            topk_ids = torch.tensor([[0, 1]] * num_tokens, dtype=torch.int64).reshape(num_tokens, 2)
+            out, handle = comm.dispatch(x, topk_ids, torch.ones(num_tokens, 2))
+            return comm.combine(out.tokens, handle)
+
+    none, combined = run_threads(rank_of, 2)
+    assert none.shape == (0, 16)
+    times = 2 if layout == "expert_major" else 1  # one row for each expert, or for each rank
+    assert torch.equal(combined, torch.full((2, 16), times, dtype=torch.bfloat16))
 
 
 def test_torch_fp8() -> None:

@@ -9,32 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import expertwire as ew
 from bits import assert_same_bits
 from cases import RANK_MAJOR
+from conftest import num_cuda_devices
 from driving import run_threads
-from expertwire.types import DispatchDataType, QuantConfig
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-SHAPE: dict[str, Any] = {"num_experts": 4, "hidden_size": 128, "num_topk": 2, "max_tokens_per_rank": 3}
-FP8_QUANT = QuantConfig(DispatchDataType.FP8_E4M3)
-
-
-def single(**fields: Any) -> ew.MoECommunicator:
-    return ew.MoECommunicator(*ew.local_group(1), **{**SHAPE, **fields})
-
-
-def rows(num_tokens: int = 3, dtype: Any = BF16) -> np.ndarray:
-    return np.ones((num_tokens, 128), dtype)
-
-
-def ids(num_tokens: int = 3) -> np.ndarray:
-    return np.array([[0, 3], [2, -1], [1, 0]])[:num_tokens]
-
+from expertwire.types import QuantConfig
+from losses import GRACE_S
+from one_rank import BF16, FP8_QUANT, SHAPE, ids, rows, single
 
 # The classes
 
@@ -106,13 +91,20 @@ def test_wrong_fields_are_refused(fields: dict[str, Any], words: str) -> None:
     [
         ({"mode": ew.MoEMode.THROUGHPUT}, "mode = THROUGHPUT"),
         ({"output_layout": "token_major"}, "output_layout = TOKEN_MAJOR"),
-        ({"device": "cuda"}, "device = cuda.*no CUDA backend"),
-        ({"device": "cuda:3"}, "device = cuda.*no CUDA backend"),
     ],
 )
 def test_what_this_version_lacks_is_unsupported(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ew.UnsupportedError, match=words):
         single(**fields)
+
+
+@pytest.mark.skipif(num_cuda_devices() > 0, reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_without_a_gpu_cuda_is_unsupported(device: str) -> None:
+    with pytest.raises(ew.UnsupportedError, match="device = cuda: "):
+        single(device=device)
+    with pytest.raises(ew.UnsupportedError, match="device = cuda: "):
+        ew.MoECommunicator(*ew.local_group(1, device=device), **SHAPE)
 
 
 def test_later_operations_are_unsupported_by_name() -> None:
@@ -280,12 +272,29 @@ def test_closed_communicators_refuse_everything() -> None:
     assert (comm.rank, comm.num_ranks) == (0, 1)
 
 
+def test_combines_of_different_lanes_never_meet() -> None:
+    timeout_s = 0.5
+
+    def rank_of(group: ew.Group) -> str:
+        with ew.MoECommunicator(group, **SHAPE, max_in_flight=2, timeout_s=timeout_s) as comm:
+            dispatched = [comm.dispatch(rows(), ids()) for _ in range(2)]
+            out, handle = dispatched[group.rank]
+            start = time.monotonic()
+            with pytest.raises(ew.PeerLostError) as caught:
+                comm.combine(out.tokens, handle)
+            assert time.monotonic() - start <= timeout_s + GRACE_S
+            return caught.value.operation
+
+    assert run_threads(rank_of, 2) == ["combine"] * 2
+
+
 @pytest.mark.parametrize("way", ["closes", "stays away"])
 def test_a_lost_peer_is_named(way: str) -> None:
     waited = threading.Event()
 
     def rank_of(group: ew.Group) -> ew.PeerLostError | None:
-        comm = ew.MoECommunicator(group, **SHAPE, timeout_s=0.3 if way == "stays away" else 30.0)
+        timeout_s = 0.3 if way == "stays away" else 30.0
+        comm = ew.MoECommunicator(group, **SHAPE, timeout_s=timeout_s)
         comm.dispatch(rows(), ids())
         if group.rank == 1:
             if way == "stays away":
@@ -295,7 +304,7 @@ def test_a_lost_peer_is_named(way: str) -> None:
         start = time.monotonic()
         with pytest.raises(ew.PeerLostError) as caught:
             comm.dispatch(rows(), ids())
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start <= (timeout_s if way == "stays away" else 0) + GRACE_S
         waited.set()
         assert not comm.is_available
         assert "lost a rank" in repr(comm)

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import expertwire as ew
-from cases import DIRECT, REDUCE, Case
+from cases import DIRECT, EXPERT_MAJOR, REDUCE, Case
 from crew import AT_ONCE_S, Me, crew, maps_segments, named_shared_memory
 from driving import Received, assert_received, copy_output, dispatch, exchange, expected
+from expertwire.reference import BF16
 from losses import (
     BASE,
     BOTH_WAYS,
+    GRACE_S,
     LONG_S,
     OTHERS,
     SHORT_S,
@@ -121,9 +123,69 @@ def test_a_slow_rank_is_given_up_after_the_timeout_and_learns_of_it(case: Case) 
     with crew(_stop_once, 4, case, {}) as ranks:
         for rank in OTHERS:
             lost = ranks[rank].result()
-            assert_told(lost, (VICTIM,), SHORT_S + AT_ONCE_S)
+            assert_told(lost, (VICTIM,), SHORT_S + GRACE_S)
         ranks[VICTIM].signal(signal.SIGCONT)
         assert_told(ranks[VICTIM].result(), (VICTIM,), AT_ONCE_S)
+
+
+# What a lost operation leaves
+
+
+def _lose_dispatch(me: Me, case: Case) -> tuple[ew.DispatchOutput, int] | None:
+    """Return the output that a dispatch which lost a rank left in the lane, over the one that was there before."""
+    with communicator(me.group, case, timeout_s=SHORT_S) as comm:
+        loop = Loop(comm, case)
+        loop.exchange()
+        out, _ = loop.dispatch()
+        if comm.rank == VICTIM:
+            me.line.recv()
+            return None
+        with pytest.raises(ew.PeerLostError):
+            loop.dispatch()
+        return copy_output(out), comm.stats().timeouts
+
+
+@BOTH_WAYS
+def test_a_lost_dispatch_leaves_no_rows(case: Case) -> None:
+    for out, _ in _results_of_others(_lose_dispatch, case):
+        counts = out.layout.num_tokens_per_expert if case.layout is EXPERT_MAJOR else out.layout.num_tokens_per_rank
+        assert not counts.any()
+        assert out.layout.rank_ranges is None or not out.layout.rank_ranges.any()
+        assert out.topk_ids is None or (out.topk_ids == case.invalid_id).all()
+        assert out.weights is None or not out.weights.any()
+
+
+def _lose_combine(me: Me, case: Case) -> tuple[np.ndarray, int] | None:
+    """Return what a combine that lost a rank left in ``out``."""
+    with communicator(me.group, case, timeout_s=SHORT_S) as comm:
+        loop = Loop(comm, case)
+        loop.exchange()
+        given = loop.given()
+        out, handle = loop.dispatch()
+        if comm.rank == VICTIM:
+            me.line.recv()
+            return None
+        y = np.zeros((len(given.x), case.hidden_size), BF16)
+        with pytest.raises(ew.PeerLostError):
+            comm.combine(np.zeros(out.combine_input_buffer.shape, BF16), handle, out=y)
+        return y.astype(np.float32), comm.stats().timeouts
+
+
+@BOTH_WAYS
+def test_a_lost_combine_leaves_nan(case: Case) -> None:
+    for combined, _ in _results_of_others(_lose_combine, case):
+        assert combined.size
+        assert np.isnan(combined).all()
+
+
+def _results_of_others(fn: Callable[..., Any], case: Case) -> list[Any]:
+    """Run a loss by time-out, which whoever reached it first counts; return what the survivors say."""
+    with crew(fn, 4, case) as ranks:
+        results = [ranks[rank].result() for rank in OTHERS]
+        ranks[VICTIM].line.send("go")
+        assert ranks[VICTIM].exit_code() == 0
+    assert sum(timeouts for _, timeouts in results) >= 1
+    return results
 
 
 # A rank leaves

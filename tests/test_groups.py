@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,8 @@ import pytest
 
 import expertwire as ew
 from expertwire import _core, env
-
-LAUNCHER_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "EXPERTWIRE_RENDEZVOUS")
-LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
-
-
-def plain_environment(**variables: object) -> dict[str, str]:
-    """This process's environment without any launcher's variables, and with these."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_WORDS and not name.startswith(LAUNCHER_PREFIXES)
-    }
-    return kept | {name: str(value) for name, value in variables.items()}
+from launching import finish, mpirun, plain_environment, start, start_together, torchrun
+from losses import GRACE_S
 
 
 @pytest.fixture
@@ -46,44 +34,6 @@ def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(env, "launcher", functools.cache(env.launcher.__wrapped__))
     monkeypatch.setattr(env, "rendezvous", functools.cache(env.rendezvous.__wrapped__))
     return replace
-
-
-def torchrun(rank: int, size: int, job: str, **more: object) -> dict[str, str]:
-    return plain_environment(RANK=rank, WORLD_SIZE=size, MASTER_PORT=29500, TORCHELASTIC_RUN_ID=job, **more)
-
-
-def start(code: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def start_together(code: str, environments: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
-    """Start processes that say "ready" once they have loaded, and let them go on at the same moment."""
-    processes = [start(code, environment) for environment in environments]
-    for process in processes:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n", finish([process])
-    for process in processes:
-        assert process.stdin
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    return processes
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """Wait for all; return what each printed."""
-    outputs = []
-    for process in processes:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        outputs.append(output.strip())
-    return outputs
 
 
 EXCHANGE = """
@@ -204,7 +154,7 @@ def failing(then: str = "", timeout_s: float = 30.0, at_most: float = 10.0) -> s
 
 def test_missing_ranks_are_named(request: pytest.FixtureRequest) -> None:
     job = f"{request.node.name}-{os.getpid()}"
-    code = failing(timeout_s=1.0)
+    code = failing(timeout_s=1.0, at_most=1.0 + GRACE_S)
     outputs = finish(start_together(code, [torchrun(rank, 4, job) for rank in (0, 1)]))
     for output in outputs:
         assert output.startswith("PeerLostError (2, 3) ranks 2, 3 did not arrive within 1 s at rendezvous key ")
@@ -362,11 +312,6 @@ assert [(one.rank, one.size) for one in twice] == [(group.rank, 3)] * 2
 def test_mpirun() -> None:
     """from_mpi and, under a real launcher, from_env."""
     pytest.importorskip("mpi4py")
-    found = next(filter(None, map(shutil.which, (str(Path(sys.executable).with_name("mpiexec")), "mpirun"))), None)
-    if found is None:
-        pytest.skip("needs mpirun")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    options = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in version or "OpenRTE" in version else []
-    command = [found, *options, "-n", "3", sys.executable, "-c", MPI]
+    command = [*mpirun(3), sys.executable, "-c", MPI]
     run = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 0, run.stderr

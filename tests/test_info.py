@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+import expertwire
 from expertwire.info import NEEDED_FILES, Fact, Info, collect, find_gpus
+from expertwire.machine import describe_machine
 
 
 def expertwire_info(*options: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +51,36 @@ def test_text_names_backends_and_versions() -> None:
     assert f"python {sys.version.split()[0]}" in words
 
 
+@pytest.mark.parametrize("isa", ["avx512", "neon", "bogus"])
+def test_row_kernels_that_cannot_be_used_are_said(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
+    if isa in collect().cpu_isas:
+        pytest.skip(f"this processor has {isa}")
+    monkeypatch.setenv("EXPERTWIRE_CPU_ISA", isa)
+    done = expertwire_info()
+    assert (done.returncode, done.stderr) == (0, "")
+    words = " ".join(done.stdout.split())
+    assert "row kernels EXPERTWIRE_CPU_ISA = " in words
+    assert "row kernels: give the variable one of these values, or unset it" in words
+    assert "backend cpu EXPERTWIRE_CPU_ISA = " in words
+    told = json.loads(expertwire_info("--json").stdout)
+    assert (told["backend"], told["cpu_isa"], told["cpu_isas"]) == ("none", "", [])
+
+
+@pytest.mark.parametrize(
+    ("release", "told"), [("6.18.44-fc-v657", "6.18.44"), ("6.1.0-13-amd64", "6.1.0"), ("5.15", "5.15")]
+)
+def test_kernel_is_told_without_what_a_host_appends(monkeypatch: pytest.MonkeyPatch, release: str, told: str) -> None:
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert describe_machine()["kernel"] == f"{platform.system()} {told}"
+
+
+@pytest.mark.parametrize("start", [["-m", "expertwire"], ["-c", "from expertwire.cli import main; main()"]])
+def test_version_is_told(start: list[str]) -> None:
+    command = [sys.executable, *start, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, f"expertwire {expertwire.__version__}\n")
+
+
 def test_no_shared_memory_means_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", refuse)
     info = collect()
@@ -70,8 +103,6 @@ def test_few_open_files_are_advised_against(monkeypatch: pytest.MonkeyPatch, sof
 
 
 def test_missing_core_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    import expertwire
-
     monkeypatch.setitem(sys.modules, "expertwire._core", None)
     monkeypatch.delattr(expertwire, "_core", raising=False)
     info = collect()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,27 @@ def test_several_communicators_share_a_group() -> None:
 def test_a_communicator_is_not_pickled() -> None:
     with single() as comm, pytest.raises(TypeError):
         pickle.dumps(comm)
+
+
+WAITING_AT_THE_END = """
+import threading, time
+import ml_dtypes, numpy as np
+import expertwire as ew
+
+def rank(group):
+    comm = ew.MoECommunicator(group, num_experts=2, hidden_size=8, num_topk=1, max_tokens_per_rank=2, timeout_s=0.4)
+    if group.rank == 0:
+        comm.dispatch(np.zeros((1, 8), ml_dtypes.bfloat16), np.zeros((1, 1), np.int32))
+
+for group in ew.local_group(2):
+    threading.Thread(target=rank, args=(group,), daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_the_interpreter_may_end_while_a_daemon_thread_waits() -> None:
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", WAITING_AT_THE_END], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.returncode == 0, ended.stderr

@@ -15,7 +15,7 @@ from cases import RANK_MAJOR, Case
 from crew import Me, crew
 from driving import Received, assert_received, expected
 from expertwire.reference import BF16
-from losses import BOTH_WAYS, LONG_S, OTHERS, SHORT_S, TOUR, VICTIM, WAYS, Loop, communicator, die_at
+from losses import BOTH_WAYS, GRACE_S, LONG_S, OTHERS, SHORT_S, TOUR, VICTIM, WAYS, Loop, communicator, die_at
 
 
 def without_victim(case: Case, step: int, sent: bool) -> list[Received]:
@@ -124,10 +124,12 @@ def _dispatch_until_lost(me: Me, case: Case, num_after: int) -> tuple[int, ...]:
         me.line.send("running")
         for step in itertools.count():
             x = np.full((case.max_tokens, case.hidden_size), _mark(rank, step), np.uint16).view(BF16)
+            start = time.monotonic()
             try:
                 out, _ = comm.dispatch(x, ids)
             except ew.PeerLostError as error:
                 return error.ranks
+            assert rank == VICTIM or time.monotonic() - start <= SHORT_S + GRACE_S
             rows = out.tokens.view(np.uint16).reshape(size, case.max_tokens, case.hidden_size)
             for source, count in enumerate(np.asarray(out.layout.num_tokens_per_rank).tolist()):
                 assert count == (0 if source in comm.lost_ranks() else case.max_tokens)

@@ -16,8 +16,8 @@ from expertwire.run.model import Model, ModelConfig
 from expertwire.run.plan import JobConfig, Schedule
 from expertwire.run.report import LineProgress, percentiles
 from expertwire.run.text import read_text, split, standard_library_files
-from expertwire.run.trace import RoutingTrace, TraceInfo, load_trace, save_trace
 from expertwire.run.worker import ReferenceModel
+from expertwire.trace import RoutingTrace, TraceInfo, load_trace, save_trace
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
 MODEL = ModelConfig(

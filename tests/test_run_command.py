@@ -22,8 +22,8 @@ from expertwire.run.job import ONE_BLAS_THREAD, run_job
 from expertwire.run.model import ModelConfig
 from expertwire.run.plan import JobConfig
 from expertwire.run.report import LineProgress
-from expertwire.run.trace import load_trace
 from expertwire.run.worker import run_rank
+from expertwire.trace import load_trace
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
 SMALL = (
@@ -122,6 +122,22 @@ def test_one_wrong_bit_is_told_with_status_1(novel: Path, monkeypatch: pytest.Mo
     assert "DIFFERENT from the single-process reference, first in layer 1, token 100" in printed
     assert "states[7] is" in printed
     assert json.loads(numbers.read_text())["check"]["identical"] is False
+
+
+def test_files_are_written_when_nobody_reads_the_report(
+    novel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    numbers, trace_file = tmp_path / "run.json", tmp_path / "trace.npz"
+
+    def closed(*_arguments: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("expertwire.run.execute.show", closed)
+    files = ("--json", str(numbers), "--save-trace", str(trace_file))
+    status, _ = run_with(ew.spawn, monkeypatch, str(novel), *files)
+    assert status == 1
+    assert json.loads(numbers.read_text())["check"]["identical"] is True
+    assert load_trace(trace_file).topk_ids.shape == (2, 168, 3)
 
 
 def fail_on_rank_1(group: ew.Group, *_arguments: object) -> None:

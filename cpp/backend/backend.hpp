@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -60,5 +62,29 @@ class Backend {
 
 // Collective: returns on every rank or throws on every rank. The only place that knows the backends by name.
 std::unique_ptr<Backend> make_backend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap);
+
+// What a CUDA kernel takes of a thread.
+struct KernelResources {
+  int registers = 0;
+  int stack_bytes = 0;
+  int spill_bytes = 0;  // stored and loaded
+};
+
+struct KernelImage {
+  std::string cubin;
+  std::string log;                                   // the compiler's
+  std::map<std::string, KernelResources> resources;  // by kernel
+  bool from_cache = false;
+};
+
+// Compiles the CUDA kernels for a configuration (the text of namespace expertwire::config) and an architecture such as
+// "sm_90a", or takes them from the cache. Needs neither GPU nor driver.
+KernelImage compile_cuda_kernels(const std::string& config_source, const std::string& architecture);
+// The same for all kernels that a communicator of this problem loads on a GPU of this architecture, such as "sm_90".
+std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const std::string& architecture);
+// Folders to look for the CUDA compiler library in, after the places that need no telling.
+void set_nvrtc_search_path(const std::vector<std::string>& folders);
+// Why this machine cannot run the CUDA backend, and what to do; nullopt if it can.
+std::optional<std::string> cuda_why_unusable();
 
 }  // namespace expertwire

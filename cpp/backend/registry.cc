@@ -4,6 +4,10 @@
 #include "backend/backend.hpp"
 #include "backend/cpu/cpu_backend.hpp"
 #include "backend/cpu/rows.hpp"
+#include "backend/cuda/cuda_backend.hpp"
+#include "backend/cuda/driver.hpp"
+#include "backend/cuda/jit.hpp"
+#include "backend/cuda/precompile.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire {
@@ -19,9 +23,21 @@ Machine this_machine() {
 
 std::unique_ptr<Backend> make_backend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap) {
   if (problem.config.device.type == DeviceType::CUDA) {
-    throw Error(ErrorCode::Unsupported, "device = cuda: this version has no CUDA backend; use cpu");
+    return std::make_unique<cuda::CudaBackend>(problem, plan, bootstrap);
   }
   return cpu::make_cpu_backend(problem, plan, bootstrap);
 }
+
+KernelImage compile_cuda_kernels(const std::string& config_source, const std::string& architecture) {
+  return cuda::compile_kernels(config_source, architecture);
+}
+
+std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const std::string& architecture) {
+  return cuda::precompile(problem, architecture);
+}
+
+void set_nvrtc_search_path(const std::vector<std::string>& folders) { cuda::set_nvrtc_search_path(folders); }
+
+std::optional<std::string> cuda_why_unusable() { return cuda::why_unusable(); }
 
 }  // namespace expertwire

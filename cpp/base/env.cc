@@ -45,6 +45,7 @@ Env read_env() {
   result.cpu_isa = choice("EXPERTWIRE_CPU_ISA", {"auto", "plain", "avx2", "avx512", "neon"});
   result.validate = choice("EXPERTWIRE_VALIDATE", {"0", "1"}) == "1";
   result.cache_dir = cache_dir();
+  result.nvrtc_dir = variable("EXPERTWIRE_NVRTC_DIR");
   result.log = choice("EXPERTWIRE_LOG", {"off", "info"});
   return result;
 }

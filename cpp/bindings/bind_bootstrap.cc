@@ -12,6 +12,7 @@
 #include "bindings.hpp"
 #include "expertwire/bootstrap.hpp"
 #include "expertwire/error.hpp"
+#include "released_gil.hpp"
 
 namespace nb = nanobind;
 
@@ -70,7 +71,7 @@ nb::list all_gather(Bootstrap& self, const nb::bytes& mine) {
   const std::string contribution(mine.c_str(), mine.size());
   std::vector<std::string> all;
   {
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     all = self.all_gather(contribution);
   }
   nb::list result;
@@ -79,12 +80,12 @@ nb::list all_gather(Bootstrap& self, const nb::bytes& mine) {
 }
 
 void barrier(Bootstrap& self) {
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   self.barrier();
 }
 
 std::shared_ptr<Bootstrap> host_bootstrap(int rank, int size, const std::string& key, double timeout_s) {
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   return make_host_bootstrap(rank, size, key, timeout_s);
 }
 

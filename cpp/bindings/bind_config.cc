@@ -1,6 +1,7 @@
 // Enums and RuntimeConfig. Names and values are those of expertwire/types.hpp.
 #include <nanobind/stl/vector.h>
 
+#include "base/env.hpp"
 #include "bindings.hpp"
 #include "expertwire/types.hpp"
 
@@ -60,6 +61,7 @@ void bind_config(nb::module_& m) {
       .def_rw("device", &RuntimeConfig::device)
       .def_rw("timeout_s", &RuntimeConfig::timeout_s)
       .def_rw("on_peer_loss", &RuntimeConfig::on_peer_loss);
+  m.def("env_validate", [] { return env().validate; }, "What EXPERTWIRE_VALIDATE says.");
 }
 
 }  // namespace expertwire::bindings

@@ -14,6 +14,7 @@
 #include "bindings.hpp"
 #include "core/plan.hpp"
 #include "expertwire/moe_runtime.hpp"
+#include "released_gil.hpp"
 
 namespace nb = nanobind;
 
@@ -68,10 +69,17 @@ void* lane_field(const LaneBuffers& lane, const std::string& field) {
   throw Error(ErrorCode::InvalidArgument, "field = \"" + field + "\": not a member of LaneBuffers");
 }
 
+std::uintptr_t lane_address(const GuardedRuntime& self, int lane, const std::string& field) {
+  return reinterpret_cast<std::uintptr_t>(lane_field(self.facts().lane_buffers(lane), field));
+}
+
 // The bytes of one lane buffer. The array holds the runtime, so that the memory outlives every view of it.
 Bytes lane_bytes(nb::pointer_and_handle<GuardedRuntime> self, int lane, const std::string& field,
                  std::size_t num_bytes) {
-  void* address = lane_field(self.p->facts().lane_buffers(lane), field);
+  const MoERuntime& runtime = self.p->facts();
+  if (runtime.config().device.type != DeviceType::CPU)
+    throw Error(ErrorCode::InvalidArgument, "lane_bytes: lane buffers of a GPU are not for NumPy; use lane_address");
+  void* address = lane_field(runtime.lane_buffers(lane), field);
   if (address == nullptr && num_bytes > 0) {
     throw Error(ErrorCode::InvalidArgument, "field = \"" + field + "\": unused with this configuration");
   }
@@ -103,6 +111,7 @@ void bind_requests(nb::module_& m) {
   add_address(dispatch, "topk_ids", &LatencyDispatchRequest::topk_ids);
   add_address(dispatch, "weights", &LatencyDispatchRequest::weights);
   add_address(dispatch, "output_buffer", &LatencyDispatchRequest::output_buffer);
+  add_address(dispatch, "stream", &LatencyDispatchRequest::stream);
 
   nb::class_<LatencyCombineRequest> combine(m, "LatencyCombineRequest",
                                             "Inputs and output of one combine, as addresses.");
@@ -112,6 +121,7 @@ void bind_requests(nb::module_& m) {
   add_address(combine, "expert_output", &LatencyCombineRequest::expert_output);
   add_address(combine, "weights", &LatencyCombineRequest::weights);
   add_address(combine, "out", &LatencyCombineRequest::out);
+  add_address(combine, "stream", &LatencyCombineRequest::stream);
 }
 
 void bind_accounts(nb::module_& m) {
@@ -140,20 +150,20 @@ void bind_machine(nb::module_& m) {
 }
 
 GuardedRuntime* make_runtime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config) {
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   return new GuardedRuntime(std::move(bootstrap), config);
 }
 
 DispatchHandle dispatch(GuardedRuntime& self, const LatencyDispatchRequest& request) {
   return self.enter([&](MoERuntime& runtime) {
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     return runtime.dispatch(request);
   });
 }
 
 void combine(GuardedRuntime& self, const LatencyCombineRequest& request) {
   self.enter([&](MoERuntime& runtime) {
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     runtime.combine(request);
   });
 }
@@ -177,7 +187,9 @@ void bind_runtime(nb::module_& m) {
       .def_prop_ro("next_lane", [](const GuardedRuntime& self) { return self.facts().next_lane(); })
       .def("lane_bytes", &lane_bytes, nb::arg("lane"), nb::arg("field"), nb::arg("num_bytes"),
            nb::sig("def lane_bytes(self, lane: int, field: str, num_bytes: int) -> numpy.typing.NDArray[numpy.uint8]"),
-           "The bytes of one lane buffer, as an array that keeps the runtime alive.")
+           "The bytes of one lane buffer on the CPU, as an array that keeps the runtime alive.")
+      .def("lane_address", &lane_address, nb::arg("lane"), nb::arg("field"),
+           "Where a lane buffer lies, in the memory of the runtime's device; 0 if the configuration has none.")
       .def("memory_bytes", [](const GuardedRuntime& self) { return self.facts().memory_bytes(); })
       .def("stats",
            [](GuardedRuntime& self) { return self.enter([](MoERuntime& runtime) { return runtime.stats(); }); })

@@ -5,6 +5,7 @@
 #include "bindings.hpp"
 #include "expertwire/error.hpp"
 #include "expertwire/version.hpp"
+#include "released_gil.hpp"
 
 namespace nb = nanobind;
 
@@ -50,8 +51,10 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   m.def("version", [] { return nb::str(expertwire::kVersion.data(), expertwire::kVersion.size()); });
   nb::register_exception_translator(translate);
+  watch_interpreter();
   bind_arrays(m);
   bind_bootstrap(m);
   bind_config(m);
+  bind_cuda(m);
   bind_runtime(m);
 }

@@ -13,9 +13,9 @@
 #include <optional>
 #include <thread>
 
+#include "base/rank_list.hpp"
 #include "core/bootstrap_deadline.hpp"
 #include "core/frame_socket.hpp"
-#include "core/rank_list.hpp"
 #include "core/rendezvous.hpp"
 #include "expertwire/bootstrap.hpp"
 

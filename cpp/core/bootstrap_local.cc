@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "base/rank_list.hpp"
 #include "core/bootstrap_deadline.hpp"
-#include "core/rank_list.hpp"
 #include "expertwire/bootstrap.hpp"
 
 namespace expertwire {

@@ -14,7 +14,6 @@ namespace expertwire {
 namespace {
 
 constexpr int kMaxRanks = 1024;
-constexpr int kMaxTopk = 32;
 constexpr int kMaxHiddenSize = 1 << 20;  // keeps every byte count of the layout within 64 bits
 constexpr int kMaxInFlight = 64;
 constexpr double kMaxTimeoutSeconds = 1e6;
@@ -78,7 +77,8 @@ void check_formats(const RuntimeConfig& config) {
 void check_sizes(const RuntimeConfig& config, int num_ranks) {
   check_range("num_experts", config.num_experts, 1, 1 << 20);
   check_range("hidden_size", config.hidden_size, 1, kMaxHiddenSize);
-  check_range("num_topk", config.num_topk, 1, std::min(config.num_experts, kMaxTopk), "min(num_experts, 32)");
+  check_range("num_topk", config.num_topk, 1, std::min(config.num_experts, kMaxTopk),
+              "min(num_experts, " + std::to_string(kMaxTopk) + ")");
   check_range("max_tokens_per_rank", config.max_tokens_per_rank, 1, (std::int64_t{1} << 31) / num_ranks - 1);
   check_range("max_in_flight", config.max_in_flight, 1, kMaxInFlight);
   check_range("dispatch_num_blocks", config.dispatch_num_blocks, 0, 1 << 20);

@@ -2,11 +2,11 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace expertwire {
 namespace {
@@ -21,10 +21,6 @@ struct FrameHeader {
 };
 
 }  // namespace
-
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
 
 FrameSocket::FrameSocket(Descriptor socket) : socket_(std::move(socket)) {
   ucred credentials{};

@@ -10,27 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/descriptor.hpp"
 #include "core/bootstrap_deadline.hpp"
 
 namespace expertwire {
-
-// Owns a descriptor. Closing never shuts the socket down, since a forked child may hold a copy of it.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor();
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int get() const { return fd_; }
-  bool valid() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
 
 enum class FrameKind : std::uint32_t {
   JOIN,     // to rank 0: size, rank and key of the sender

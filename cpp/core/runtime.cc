@@ -1,7 +1,9 @@
 // Order of operations: lanes, handles, per-call checks. Rows are the backend's.
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <initializer_list>
 #include <optional>
 #include <utility>
 
@@ -31,6 +33,24 @@ void check_present(const char* name, const void* pointer, int num_tokens) {
   }
 }
 
+struct Range {
+  const char* name;
+  const void* data;
+  std::uint64_t bytes;
+};
+
+// What an operation writes may not be what it still reads: rows are placed while later ones are read.
+void check_apart(std::initializer_list<Range> read, std::initializer_list<Range> written) {
+  for (const Range& in : read) {
+    for (const Range& out : written) {
+      if (in.data == nullptr || out.data == nullptr || in.bytes == 0 || out.bytes == 0) continue;
+      const auto first = reinterpret_cast<std::uintptr_t>(in.data), second = reinterpret_cast<std::uintptr_t>(out.data);
+      if (first < second + out.bytes && second < first + in.bytes)
+        refuse(std::string(in.name) + " overlaps " + out.name + ", which this call writes");
+    }
+  }
+}
+
 }  // namespace
 
 struct MoERuntime::Impl {
@@ -49,6 +69,7 @@ struct MoERuntime::Impl {
   }
   void check_dispatch(const LatencyDispatchRequest& request) const;
   void check_combine(const LatencyCombineRequest& request) const;
+  void check_dispatch_apart(const LatencyDispatchRequest& request) const;
   void check_num_tokens(int num_tokens) const;
   void check_stream(const void* stream) const;
 };
@@ -81,6 +102,26 @@ void MoERuntime::Impl::check_dispatch(const LatencyDispatchRequest& request) con
   check_aligned("output_buffer", request.output_buffer, fp8 ? 1 : 2);
 }
 
+void MoERuntime::Impl::check_dispatch_apart(const LatencyDispatchRequest& request) const {
+  const RowLayout& row = plan.layout.row;
+  const auto tokens = static_cast<std::uint64_t>(request.num_tokens),
+             entries = tokens * static_cast<std::uint64_t>(problem.config.num_topk);
+  const std::uint64_t element = problem.shape.fp8 && request.block_scales != nullptr ? 1 : 2;
+  const LaneBuffers& lane = backend->lane_buffers(next_lane());
+  const std::initializer_list<Range> read = {
+      {"x", request.x, tokens * static_cast<std::uint64_t>(problem.config.hidden_size) * element},
+      {"block_scales", request.block_scales, tokens * row.scale_bytes},
+      {"topk_ids", request.topk_ids, entries * (request.topk_ids_type == IndexType::INT64 ? 8 : 4)},
+      {"weights", request.weights, entries * 4},
+  };
+  // The lane's outputs lie one behind the other: tokens, the rest, the combine input.
+  const auto* base = static_cast<const std::byte*>(lane.tokens);
+  const void* tokens_out = request.output_buffer != nullptr ? request.output_buffer : lane.tokens;
+  check_apart(read, {{"the tokens of this dispatch", tokens_out, plan.outputs.num_rows * row.payload_bytes},
+                     {"the scales and counts of this lane", base + plan.outputs.scales,
+                      plan.outputs.combine_input - plan.outputs.scales}});
+}
+
 void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const {
   const DispatchHandle& handle = request.handle;
   if (handle.empty()) throw Error(ErrorCode::InvalidHandle, "handle is empty: pass the one that dispatch returned");
@@ -105,6 +146,11 @@ void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const
   check_aligned("expert_output", request.expert_output, 2);
   check_aligned("weights", request.weights, 4);
   check_aligned("out", request.out, 2);
+  const auto tokens = static_cast<std::uint64_t>(request.num_tokens);
+  const auto hidden_bytes = static_cast<std::uint64_t>(problem.config.hidden_size) * 2;
+  check_apart({{"expert_output", request.expert_output, plan.outputs.combine_num_rows * hidden_bytes},
+               {"weights", request.weights, tokens * static_cast<std::uint64_t>(problem.config.num_topk) * 4}},
+              {{"out", request.out, tokens * hidden_bytes}});
   if (request.expert_output == nullptr && problem.num_local_experts > 0)
     refuse("expert_output is null: pass the rows or combine_input_buffer()");
 }
@@ -132,6 +178,7 @@ MoERuntime::~MoERuntime() { close(); }
 DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {
   impl_->require_open("dispatch");
   impl_->check_dispatch(request);
+  impl_->check_dispatch_apart(request);
   const int lane = impl_->next_lane();
   DispatchParams params;
   params.x = request.x;

@@ -1,18 +1,17 @@
 // Bootstraps: threads of this process, and processes of this host made by fork (this program starts no thread before).
 #include <signal.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
-#include <iostream>
 #include <memory>
 #include <thread>
 
 #include "check.hpp"
 #include "core/rendezvous.hpp"
 #include "expertwire/bootstrap.hpp"
+#include "process.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -47,40 +46,6 @@ void check_ranks(const Error& error, const std::vector<int>& ranks) {
   check(error.ranks() == ranks, std::string("other ranks are named: ") + error.what());
   check_equal(error.operation(), std::string("construct"));
   check_equal(error.epoch(), 0U);
-}
-
-// Runs body in a process of its own. wait() is true if it ended well.
-class Process {
- public:
-  explicit Process(const std::function<void()>& body) : pid_(::fork()) {
-    if (pid_ != 0) return;
-    int status = 0;
-    try {
-      body();
-    } catch (const std::exception& error) {
-      std::cerr << error.what() << std::endl;
-      status = 1;
-    }
-    ::_exit(status);
-  }
-  bool wait() const {
-    int status = 0;
-    while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
-    }
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-  }
-  void kill(int signal) const { ::kill(pid_, signal); }
-
- private:
-  pid_t pid_;
-};
-
-void check_processes(int num, const std::function<void(int)>& body) {
-  std::vector<Process> processes;
-  for (int i = 0; i < num; ++i) processes.emplace_back([&] { body(i); });
-  bool all_ended_well = true;
-  for (const Process& process : processes) all_ended_well = process.wait() && all_ended_well;
-  check(all_ended_well, "a process failed; its text is above");
 }
 
 void host_rounds() {

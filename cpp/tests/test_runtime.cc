@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -338,8 +339,38 @@ void slow_rank_times_out() {
       check_throws(ErrorCode::PeerLost, "given up by its peers", [&] { runtime.dispatch(dispatch_request(input)); });
       return;
     }
+    const auto start = std::chrono::steady_clock::now();
     check_throws(ErrorCode::PeerLost, "rank 1", [&] { runtime.dispatch(dispatch_request(input)); });
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     --waiting;
+    check(waited.count() <= config.timeout_s + 1.0, "gave up after " + std::to_string(waited.count()) + " s");
+  });
+}
+
+// One rank stays away after dispatch. The others lose it and nobody else, though it used up the time of their first wait.
+void slow_rank_is_masked_alone() {
+  RuntimeConfig config = make_config(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE);
+  config.experts_per_rank = {4, 2, 3, 1};
+  config.timeout_s = 0.4;
+  config.on_peer_loss = PeerLossPolicy::MASK;
+  std::atomic<int> going{3};
+  run_group(config, [&](MoERuntime& runtime) {
+    const Input input = make_input(runtime.config(), runtime.rank(), 1);
+    LatencyCombineRequest request;
+    request.handle = runtime.dispatch(dispatch_request(input));
+    run_experts(runtime, request.handle);
+    std::vector<std::uint16_t> out(static_cast<std::size_t>(input.num_tokens * config.hidden_size + 1), 0);
+    request.expert_output = runtime.combine_input_buffer();
+    request.out = out.data();
+    request.num_tokens = input.num_tokens;
+    if (runtime.rank() == 3) {
+      while (going.load() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      check_throws(ErrorCode::PeerLost, "given up by its peers", [&] { runtime.combine(request); });
+      return;
+    }
+    runtime.combine(request);
+    --going;
+    check(runtime.lost_ranks() == std::vector<int>{3}, "rank 3 is lost and nobody else");
   });
 }
 
@@ -358,5 +389,6 @@ int main(int argc, char** argv) {
                     {"configurations_must_agree", configurations_must_agree},
                     {"closed_rank_raises", closed_rank_raises},
                     {"closed_rank_masked", closed_rank_masked},
-                    {"slow_rank_times_out", slow_rank_times_out}});
+                    {"slow_rank_times_out", slow_rank_times_out},
+                    {"slow_rank_is_masked_alone", slow_rank_is_masked_alone}});
 }

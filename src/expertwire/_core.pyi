@@ -255,6 +255,56 @@ class RuntimeConfig:
     @on_peer_loss.setter
     def on_peer_loss(self, arg: PeerLossPolicy, /) -> None: ...
 
+def env_validate() -> bool:
+    """What EXPERTWIRE_VALIDATE says."""
+
+class KernelResources:
+    """What a CUDA kernel takes of a thread."""
+
+    @property
+    def registers(self) -> int: ...
+
+    @property
+    def stack_bytes(self) -> int: ...
+
+    @property
+    def spill_bytes(self) -> int: ...
+
+class KernelImage:
+    """CUDA kernels compiled for one configuration and architecture."""
+
+    @property
+    def cubin(self) -> bytes: ...
+
+    @property
+    def log(self) -> str: ...
+
+    @property
+    def resources(self) -> dict[str, KernelResources]: ...
+
+    @property
+    def from_cache(self) -> bool: ...
+
+def compile_kernels(config_source: str, architecture: str) -> KernelImage:
+    """
+    Compiles the kernels, or takes them from the cache. Needs no GPU; `architecture` is such as sm_90a.
+    """
+
+def precompile_kernels(config: RuntimeConfig, num_ranks: int, architecture: str) -> list[KernelImage]:
+    """
+    Compiles all kernels of a communicator, or takes them from the cache. Needs no GPU; raises what making the communicator would.
+    """
+
+def set_nvrtc_search_path(folders: Sequence[str]) -> None:
+    """
+    Names folders to look for the CUDA compiler library in, after the places that need no telling.
+    """
+
+def cuda_why_unusable() -> str | None:
+    """
+    Why this machine cannot run the CUDA backend, and what to do; None if it can.
+    """
+
 class DispatchHandle:
     """Names one dispatch of one communicator; combine takes it."""
 
@@ -313,6 +363,12 @@ class LatencyDispatchRequest:
     @output_buffer.setter
     def output_buffer(self, arg: int, /) -> None: ...
 
+    @property
+    def stream(self) -> int: ...
+
+    @stream.setter
+    def stream(self, arg: int, /) -> None: ...
+
 class LatencyCombineRequest:
     """Inputs and output of one combine, as addresses."""
 
@@ -347,6 +403,12 @@ class LatencyCombineRequest:
 
     @out.setter
     def out(self, arg: int, /) -> None: ...
+
+    @property
+    def stream(self) -> int: ...
+
+    @stream.setter
+    def stream(self, arg: int, /) -> None: ...
 
 class MemoryBytes:
     @property
@@ -433,7 +495,12 @@ class MoERuntime:
 
     def lane_bytes(self, lane: int, field: str, num_bytes: int) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        The bytes of one lane buffer, as an array that keeps the runtime alive.
+        The bytes of one lane buffer on the CPU, as an array that keeps the runtime alive.
+        """
+
+    def lane_address(self, lane: int, field: str) -> int:
+        """
+        Where a lane buffer lies, in the memory of the runtime's device; 0 if the configuration has none.
         """
 
     def memory_bytes(self) -> MemoryBytes: ...

@@ -15,9 +15,16 @@ _INDEX_TYPES = {"int32": _core.IndexType.INT32, "int64": _core.IndexType.INT64}
 
 
 class ArgumentReader:
-    """Reads arguments for one communicator. ``held`` receives what an address belongs to; keep it during the call."""
+    """Reads arguments for one communicator. ``held`` receives what an address belongs to; keep it during the call.
 
-    def __init__(self, config: MoECommunicatorConfig, shapes: LaneShapes) -> None:
+    Args:
+        config: the communicator's, with every default filled in.
+        shapes: of its arrays.
+        device: where its arrays lie: ``"cpu"`` or ``"cuda:3"``.
+    """
+
+    def __init__(self, config: MoECommunicatorConfig, shapes: LaneShapes, device: str) -> None:
+        self._device = device
         self._config = config
         self._shapes = shapes
         self._fp8 = shapes.num_scales > 0
@@ -99,7 +106,7 @@ class ArgumentReader:
     def _opened(self, array: Array, name: str, held: list[Array], writable: bool = False) -> tuple[ArrayAdapter, Array]:
         adapter = self._adapters.get(type(array))
         if adapter is None:
-            adapter = self._adapters[type(array)] = make_adapter(array, name)
+            adapter = self._adapters[type(array)] = make_adapter(array, name, self._device)
         opened = adapter.open(array, name, writable)
         held.append(opened)
         return adapter, opened

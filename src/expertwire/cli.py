@@ -1,4 +1,4 @@
-"""The command line: ``expertwire info``, ``expertwire run`` and ``expertwire bench``.
+"""The command line: ``expertwire info``, ``run``, ``bench`` and ``compile``.
 
 A command imports what it needs when it is called, so that ``info`` answers where the rest cannot even be loaded.
 """
@@ -11,10 +11,28 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from expertwire.bench.command import Combine, Experts, Hidden, Layout, Payload, Ranks, Tokens, Topk, Workload
 from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
 
 #: Exit statuses besides 0. Typer, too, ends with 2 on a command line that it cannot parse.
 FAILED, BAD_USAGE = 1, 2
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        import expertwire
+
+        typer.echo(f"expertwire {expertwire.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+]
+
+
+def _before_command(_version: Version = False) -> None:
+    """Take the options that stand before a command. Each has acted by itself already."""
 
 
 def _model(text: str) -> Any:
@@ -88,6 +106,34 @@ def run(
         raise typer.Exit(FAILED)
 
 
+def compile_kernels(
+    *,
+    architecture: Annotated[str, typer.Option(help="GPUs, by comma, such as sm_90,sm_100.", show_default=False)],
+    workload: Workload = None,
+    experts: Experts = None,
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    topk: Topk = None,
+    ranks: Ranks = None,
+    layout: Layout = "expert-major",
+    combine_mode: Combine = "rank-local-reduce",
+    dispatch_dtype: Payload = "bf16",
+) -> None:
+    """Compile CUDA kernels ahead of time, so that communicators of these shapes find them in the cache.
+
+    Needs no GPU. Exit status 1: kernels do not compile. 2: an option cannot be used, or there is no compiler.
+    """
+    from expertwire.bench.request import Sweep
+    from expertwire.precompile import precompile_all
+
+    sweep = Sweep(experts, tokens, hidden, topk, ranks, layout, combine_mode, dispatch_dtype, workload=workload)
+    try:
+        for result in precompile_all(sweep.problems(), [word.strip() for word in architecture.split(",")]):
+            typer.echo(result)
+    except Error as error:
+        _leave("compile", error)
+
+
 def make_app() -> typer.Typer:
     """Returns the application with all commands."""
     from expertwire.bench.command import bench
@@ -99,8 +145,10 @@ def make_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_before_command)
     for command in (info, run, bench):
         app.command()(command)
+    app.command("compile")(compile_kernels)
     return app
 
 

@@ -12,7 +12,9 @@ from expertwire.config import resolved, to_core
 from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
 from expertwire.groups import Group
 from expertwire.interop.arrays import ArrayAdapter, adapter_of
+from expertwire.interop.cuda import stream_address
 from expertwire.lanes import lane_outputs, lane_shapes
+from expertwire.nvrtc import use_installed_nvrtc
 from expertwire.types import (
     Array,
     DispatchOutput,
@@ -48,17 +50,21 @@ class MoECommunicator:
         if config is not None and not isinstance(config, MoECommunicatorConfig):
             raise InvalidArgumentError(f"config = {config!r}: must be a MoECommunicatorConfig")
         asked = MoECommunicatorConfig(**fields) if config is None else replace(config, **fields)
-        runtime = _core.MoERuntime(group.bootstrap, to_core(asked, group.device))
+        core_config = to_core(asked, group.device)
+        if core_config.device.type == _core.DeviceType.CUDA:
+            use_installed_nvrtc()
+        runtime = _core.MoERuntime(group.bootstrap, core_config)
         self._runtime: _core.MoERuntime | None = runtime
         self._config = resolved(asked, runtime.config)
+        self._device = str(self._config.device)
+        self._on_cuda = self._device != "cpu"
         self._rank, self._num_ranks = runtime.rank, runtime.num_ranks
         self._num_local_experts, self._first_local_expert = runtime.num_local_experts, runtime.first_local_expert
         self._shapes = lane_shapes(self._config, self._num_ranks, self._num_local_experts)
-        self._reader = ArgumentReader(self._config, self._shapes)
+        self._reader = ArgumentReader(self._config, self._shapes, self._device)
         self._outputs: dict[str, list[DispatchOutput]] = {}  # by framework
-        self._tokens_addresses = [
-            _core.buffer_address(lane.tokens) for lane in self._lanes(runtime, adapter_of("numpy"))
-        ]
+        lanes = range(self._config.max_in_flight)
+        self._tokens_addresses = [runtime.lane_address(lane, "tokens") for lane in lanes]
         self._last_lane = 0
 
     def dispatch(
@@ -79,23 +85,28 @@ class MoECommunicator:
             quant: carries ``block_scales`` of rows that the caller has quantised: [T, S] float32 or, for UE8M0,
                 [T, ceil(S / 4)] int32. Its other fields are not looked at: the communicator's hold.
             output_buffer: receives the tokens instead of the lane's own buffer; shape and dtype of the output.
-            stream: CUDA only.
+            stream: CUDA only: what to run on instead of the current stream of the framework of ``x``: an address, a
+                stream of torch or CuPy, or anything with ``__cuda_stream__``.
 
         Returns:
             The output, in arrays of the framework of ``x`` that the communicator owns and that stay valid until F newer
-            dispatches, and the handle that ``combine`` takes.
+            dispatches, and the handle that ``combine`` takes. On CUDA the call returns at once, and arguments and
+            output are read and written in the order of the stream.
 
         Raises:
             InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
             PeerLostError: a rank did not take part.
         """
-        runtime = self._open_runtime("dispatch", stream)
+        runtime = self._open_runtime("dispatch")
         reader = self._reader
         held: list[Array] = []  # what the addresses in the request belong to
         request = _core.LatencyDispatchRequest()
         adapter = reader.tokens(request, x, quant, held)
         reader.routing(request, topk_ids, weights, held)
         reader.target(request, output_buffer, self._tokens_addresses[runtime.next_lane], held)
+        asked = self._asked_stream(stream)
+        if self._on_cuda:
+            request.stream = adapter.current_stream() if asked is None else asked
         handle = runtime.dispatch(request)
         self._last_lane = handle.lane
         output = self._lanes(runtime, adapter)[handle.lane]
@@ -117,7 +128,7 @@ class MoECommunicator:
             handle: from the dispatch whose tokens these are; may be combined again until it is stale.
             weights: [T, K] float32 instead of those given at dispatch; EXPERT_MAJOR only.
             out: [T, H] bfloat16 to write to; ``None``: a new array.
-            stream: CUDA only.
+            stream: CUDA only, as for ``dispatch``; a new array is allocated for use on it.
 
         Returns:
             [T, H] bfloat16: ``out``, or a new array of the framework of ``expert_output``.
@@ -127,7 +138,7 @@ class MoECommunicator:
             InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
             PeerLostError: a rank did not take part.
         """
-        runtime = self._open_runtime("combine", stream)
+        runtime = self._open_runtime("combine")
         if type(handle) is not _core.DispatchHandle:
             raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
         reader = self._reader
@@ -136,8 +147,11 @@ class MoECommunicator:
         request.handle = handle
         request.num_tokens = handle.num_tokens
         adapter = reader.expert_output(request, expert_output, weights, held)
+        asked = self._asked_stream(stream)
+        if self._on_cuda:
+            request.stream = adapter.current_stream() if asked is None else asked
         if out is None:
-            out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16")
+            out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16", asked)
         reader.out(request, out, held)
         runtime.combine(request)
         return out
@@ -146,19 +160,19 @@ class MoECommunicator:
         """The tokens buffer of the lane that the next dispatch uses: [L, R*M, H] or [R*M, H].
 
         Args:
-            framework: ``"numpy"`` or ``"torch"``.
+            framework: ``"numpy"`` or ``"torch"`` on the CPU, ``"torch"`` or ``"cupy"`` on CUDA.
         """
         runtime = self._open_runtime("get_dispatch_output_buffer")
-        return self._lanes(runtime, adapter_of(framework))[runtime.next_lane].tokens
+        return self._lanes(runtime, adapter_of(framework, self._device))[runtime.next_lane].tokens
 
     def get_combine_input_buffer(self, framework: str = "numpy") -> Array:
         """The bfloat16 buffer for expert outputs of the last dispatch's lane, with the shape that combine takes.
 
         Args:
-            framework: ``"numpy"`` or ``"torch"``.
+            framework: as for :meth:`get_dispatch_output_buffer`.
         """
         runtime = self._open_runtime("get_combine_input_buffer")
-        return self._lanes(runtime, adapter_of(framework))[self._last_lane].combine_input_buffer
+        return self._lanes(runtime, adapter_of(framework, self._device))[self._last_lane].combine_input_buffer
 
     def stats(self) -> MoEStats:
         """Calls, bytes and waiting times so far."""
@@ -179,7 +193,10 @@ class MoECommunicator:
         return MoEMemoryBytes(shared=held.shared, outputs=held.outputs, private=held.private)
 
     def check(self) -> None:
-        """Raises what the device reported since the last call. On the CPU every call reports for itself."""
+        """Raises what the device reported since the last call, without waiting for it.
+
+        On the CPU every call reports for itself.
+        """
         self._open_runtime("check").check()
 
     def lost_ranks(self) -> tuple[int, ...]:
@@ -257,12 +274,17 @@ class MoECommunicator:
             f"{config.output_layout.name}, {config.combine_mode.name}, {config.quant.format.name}>"
         )
 
-    def _open_runtime(self, operation: str, stream: object | None = None) -> _core.MoERuntime:
+    def _open_runtime(self, operation: str) -> _core.MoERuntime:
         if self._runtime is None:
             raise InvalidArgumentError(f"{operation}: this communicator is closed")
-        if stream is not None:
-            raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
         return self._runtime
+
+    def _asked_stream(self, stream: object | None) -> int | None:
+        if stream is None:
+            return None
+        if not self._on_cuda:
+            raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
+        return stream_address(stream, self._device)
 
     def _lanes(self, runtime: _core.MoERuntime, adapter: ArrayAdapter) -> list[DispatchOutput]:
         outputs = self._outputs.get(adapter.framework)

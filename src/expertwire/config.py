@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from expertwire import _core
 from expertwire.errors import InvalidArgumentError
+from expertwire.interop.cuda import current_device
 from expertwire.types import (
     CombineMode,
     DispatchDataType,
@@ -76,14 +77,23 @@ def parse_bool(value: object, name: str) -> bool:
 
 
 def parse_device(value: object) -> _core.Device:
-    """``"cpu"``, ``"cuda"`` or ``"cuda:3"``. Raises InvalidArgumentError."""
+    """``"cpu"``, ``"cuda:3"``, or ``"cuda"`` for the framework's current device. Raises InvalidArgumentError."""
     device = _core.Device()
     kind, colon, index = str(value).lower().partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (index.isascii() and index.isdigit())):
         raise InvalidArgumentError(f'device = {value!r}: must be None, "cpu", "cuda" or "cuda:<index>"')
     device.type = _core.DeviceType.CUDA if kind == "cuda" else _core.DeviceType.CPU
-    device.index = parse_int(int(index or 0), "device index")
+    if colon:
+        device.index = parse_int(int(index), "device index")
+    elif kind == "cuda":
+        device.index = current_device()
     return device
+
+
+def _validate(value: object, device: _core.Device) -> bool:
+    if value is None:
+        return device.type == _core.DeviceType.CPU or _core.env_validate()
+    return parse_bool(value, "validate")
 
 
 def _parse_num_blocks(value: object) -> tuple[int, int]:
@@ -138,8 +148,8 @@ def to_core(config: MoECommunicatorConfig, group_device: str) -> _core.RuntimeCo
     made.combine_mode = core_enum(parse_enum(CombineMode, config.combine_mode, "combine_mode"))
     made.quant = _core_quant(config.quant)
     made.dispatch_num_blocks, made.combine_num_blocks = _parse_num_blocks(config.num_blocks)
-    made.validate = config.validate is None or parse_bool(config.validate, "validate")
-    made.device = parse_device(group_device if config.device is None else config.device)
+    device = parse_device(group_device if config.device is None else config.device)
+    made.device, made.validate = device, _validate(config.validate, device)
     made.timeout_s = parse_float(config.timeout_s, "timeout_s")
     made.on_peer_loss = core_enum(parse_enum(PeerLossPolicy, config.on_peer_loss, "on_peer_loss"))
     return made

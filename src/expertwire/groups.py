@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from expertwire import _core, env
@@ -45,7 +45,8 @@ class Group:
 
     Args:
         bootstrap: the C++ core's end of the group; the class methods make it.
-        device: where communicators of this group live unless they say otherwise; ``None``: ``"cpu"``.
+        device: where communicators of this group live unless they say otherwise: ``"cpu"``, ``"cuda:3"``, or ``"cuda"``
+            for the device that is torch's or CuPy's current one when a communicator is made; ``None``: ``"cpu"``.
     """
 
     def __init__(self, bootstrap: _core.Bootstrap, *, device: str | None = None) -> None:
@@ -184,18 +185,28 @@ class Group:
         return cls(_core.make_callable_bootstrap(comm.Get_rank(), comm.Get_size(), comm.allgather), device=device)
 
 
-def local_group(n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, device: str | None = None) -> list[Group]:
+def local_group(
+    n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, device: str | Sequence[str] | None = None
+) -> list[Group]:
     """Make n groups for n threads of this process; thread i takes the i-th.
+
+    On CUDA the ranks may share a GPU, each with a stream of its own and a part of the multiprocessors (``num_blocks``).
+    Their kernels wait for each other, so that all must run at once: start the process with
+    ``CUDA_DEVICE_MAX_CONNECTIONS=32``, or streams share hardware queues.
 
     Args:
         n: R, at least 1.
         timeout_s: bound of every wait of the groups, seconds.
-        device: see :class:`Group`.
+        device: see :class:`Group`; one for all ranks, or one for each.
 
     Raises:
-        InvalidArgumentError: ``n`` or ``timeout_s`` is out of range.
+        InvalidArgumentError: ``n`` or ``timeout_s`` is out of range, or there are not as many devices as ranks.
     """
-    return [Group(bootstrap, device=device) for bootstrap in _core.make_local_bootstraps(n, timeout_s)]
+    bootstraps = _core.make_local_bootstraps(n, timeout_s)
+    devices = [device] * n if device is None or isinstance(device, str) else list(device)
+    if len(devices) != n:
+        raise InvalidArgumentError(f"device = {device!r}: must be one device, or one for each of the {n} ranks")
+    return [Group(bootstrap, device=where) for bootstrap, where in zip(bootstraps, devices, strict=True)]
 
 
 def spawn(fn: Callable[..., Result], n: int, *args: object, timeout_s: float | None = None) -> list[Result]:

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertwire.bench.machine import describe_machine, describe_versions
+from expertwire.errors import Error
+from expertwire.machine import describe_machine, describe_versions
 
 #: Open files a rank may need: sockets, shared memory and process descriptors of 16 peers, and the application's own.
 NEEDED_FILES = 256
@@ -65,8 +66,8 @@ class Info:
         versions: of Python and the packages that take part, as far as they are installed.
         machine: CPU, cores, memory, kernel.
         cpu_features: what the CPU has of :data:`CPU_FEATURES`.
-        cpu_isa: instruction set of the row kernels; empty if the compiled core cannot be loaded.
-        cpu_isas: all that this CPU could use.
+        cpu_isa: instruction set of the row kernels; empty if there are none, for which a fact gives the reason.
+        cpu_isas: all that this CPU could use; empty if ``cpu_isa`` is.
         gpus: what the driver says.
         facts: what the CPU backend needs from the system.
         backend: the one that would be used, or ``"none"``.
@@ -91,9 +92,9 @@ class Info:
 def collect() -> Info:
     """Looks at the machine. Imports nothing heavy, starts no process and changes nothing."""
     core = _core()
-    facts = [_shared_memory(), _descriptor_passing(), _peer_watch(), _open_files(), _ptrace_scope()]
-    # Without these two the ranks cannot share memory at all; the others only ask for advice.
-    cpu_problem = core.problem or "; ".join(fact.value for fact in facts[:2] if fact.advice)
+    needed = [core.fact, _shared_memory(), _descriptor_passing()]  # without the others some comfort is missing
+    facts = [*needed, _peer_watch(), _open_files(), _ptrace_scope()]
+    cpu_problem = "; ".join(fact.value for fact in needed if fact.advice)
     gpus = find_gpus()
     cuda_problem = f"{_NO_CUDA_YET}; {gpus.problem}" if gpus.problem else _NO_CUDA_YET
     return Info(
@@ -141,19 +142,24 @@ def _describe_gpu(driver: ctypes.CDLL, ordinal: int) -> str:
 
 @dataclass(frozen=True)
 class _Core:
-    """The compiled core: why it cannot be loaded, or its instruction sets."""
+    """What the compiled core says of its row kernels, or why it says nothing, and their instruction sets."""
 
-    problem: str
+    fact: Fact
     isa: str = ""
     isas: tuple[str, ...] = ()
 
 
 def _core() -> _Core:
+    name = "row kernels"
     try:
         from expertwire import _core as core
     except ImportError as error:
-        return _Core(f"the compiled core cannot be loaded ({error}): install the package again")
-    return _Core("", core.cpu_isa(), tuple(core.cpu_isas()))
+        return _Core(Fact(name, f"the compiled core cannot be loaded ({error})", "install the package again"))
+    try:
+        isa, isas = core.cpu_isa(), tuple(core.cpu_isas())
+    except Error as error:  # an environment variable has a value that cannot be used
+        return _Core(Fact(name, str(error), "give the variable one of these values, or unset it"))
+    return _Core(Fact(name, f"{isa} (of {', '.join(isas)})"), isa, isas)
 
 
 def _cpu_features() -> list[str]:
@@ -243,7 +249,6 @@ def _lines(info: Info) -> Iterator[tuple[str, str]]:
     yield "system", f"{machine['kernel']}, {machine['architecture']}"
     yield "CPU", f"{machine['cpu']}, {machine['usable_cores']} of {machine['logical_cpus']} cores usable"
     yield "CPU features", ", ".join(info.cpu_features) or "none of those looked for"
-    yield "row kernels", f"{info.cpu_isa} (of {', '.join(info.cpu_isas)})" if info.cpu_isa else "unknown"
     yield "memory", f"{machine['memory_gib']} GiB"
     yield "GPUs", "; ".join(info.gpus.names) or info.gpus.problem
     if info.gpus.driver_cuda:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from expertwire import _core
 from expertwire.interop.arrays import ArrayAdapter, num_bytes
+from expertwire.interop.cuda import DeviceMemory
 from expertwire.types import (
     SCALE_BLOCK,
     Array,
@@ -72,7 +73,10 @@ class _LaneViews:
     adapter: ArrayAdapter
 
     def view(self, field: str, shape: tuple[int, ...], dtype: str) -> Array:
-        memory = self.runtime.lane_bytes(self.lane, field, num_bytes(shape, dtype))
+        size = num_bytes(shape, dtype)
+        if self.adapter.device == "cpu":
+            return self.adapter.over(self.runtime.lane_bytes(self.lane, field, size), shape, dtype)
+        memory = DeviceMemory(self.runtime, self.runtime.lane_address(self.lane, field), size)
         return self.adapter.over(memory, shape, dtype)
 
     def output(self, config: MoECommunicatorConfig, shapes: LaneShapes) -> DispatchOutput:

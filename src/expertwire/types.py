@@ -115,7 +115,7 @@ class MoECommunicatorConfig:
             runs in the calling thread and has no grid: there it changes nothing.
         max_in_flight: F, lanes used in turn; a dispatch output lives until F newer dispatches.
         validate: check expert ids on the device; ``None``: on for the CPU, ``EXPERTWIRE_VALIDATE`` for CUDA.
-        device: ``None`` (the group's), ``"cpu"``, ``"cuda"`` or ``"cuda:3"``.
+        device: ``None`` (the group's), ``"cpu"``, ``"cuda:3"``, or ``"cuda"``: torch's or CuPy's current device.
         timeout_s: bound of every wait, seconds.
         on_peer_loss: ``"raise"`` or ``"mask"``.
     """

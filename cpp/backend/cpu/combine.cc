@@ -13,8 +13,7 @@
 namespace expertwire::cpu {
 namespace {
 
-constexpr int kMaxTopk = 32;
-constexpr std::uint16_t kNanBf16 = 0x7FFF;
+constexpr std::uint16_t kNanBf16 = 0x7FC0;
 
 }  // namespace
 
@@ -31,35 +30,31 @@ struct CpuBackend::CombineCall {
 
 const std::uint16_t* CpuBackend::expert_row(const CombineCall& call, std::size_t received, int selection) const {
   const auto hidden = static_cast<std::size_t>(shape_.hidden_size);
-  const std::size_t at =
-      received * static_cast<std::size_t>(plan_.routes.selections) + static_cast<std::size_t>(selection);
+  const std::size_t at = call.lane.routes.first_selection(received) + static_cast<std::size_t>(selection);
   if (!rank_major_) return call.expert_output() + static_cast<std::size_t>(call.lane.routes.selection_row[at]) * hidden;
   if (!shape_.direct_send) return call.expert_output() + received * hidden;
-  return call.expert_output() + (received * static_cast<std::size_t>(shape_.num_topk) +
-                                 static_cast<std::size_t>(call.lane.routes.selection_k[at])) *
-                                    hidden;
+  return call.expert_output() +
+         (first_entry(received) + static_cast<std::size_t>(call.lane.routes.selection_k[at])) * hidden;
 }
 
-const std::uint16_t* CpuBackend::peer_row(const CombineCall& call, int peer, std::size_t index) const {
-  const CombineBuffer from = combine_buffer(peer, call.operation.lane, call.operation.epoch);
-  return reinterpret_cast<const std::uint16_t*>(from.rows + index * plan_.layout.combine_row_bytes);
+const std::uint16_t* CpuBackend::peer_row(const CombineCall& call, int peer, std::size_t received,
+                                          int selection) const {
+  return combine_buffer(peer, call.operation.lane, call.operation.epoch).row(received, selection);
 }
 
 void CpuBackend::reduce_selections(const CombineCall& call, std::size_t received, const float* new_weights,
                                    std::uint16_t* out) const {
   const Routes& routes = call.lane.routes;
   const int count = routes.num_selections[received];
-  const std::size_t first = received * static_cast<std::size_t>(plan_.routes.selections);
+  const std::size_t first = routes.first_selection(received), entries = first_entry(routes.token[received]);
   std::array<const std::uint16_t*, kMaxTopk> rows;
   std::array<float, kMaxTopk> weights;
-  const std::size_t token =
-      static_cast<std::size_t>(routes.token[received]) * static_cast<std::size_t>(shape_.num_topk);
   for (int i = 0; i < count; ++i) {
     const std::size_t at = first + static_cast<std::size_t>(i);
     rows[static_cast<std::size_t>(i)] = expert_row(call, received, i);
-    weights[static_cast<std::size_t>(i)] = new_weights == nullptr
-                                               ? routes.selection_weight[at]
-                                               : new_weights[token + static_cast<std::size_t>(routes.selection_k[at])];
+    weights[static_cast<std::size_t>(i)] =
+        new_weights == nullptr ? routes.selection_weight[at]
+                               : new_weights[entries + static_cast<std::size_t>(routes.selection_k[at])];
   }
   ops_.reduce(rows.data(), weights.data(), count, shape_.hidden_size, out);
 }
@@ -67,8 +62,7 @@ void CpuBackend::reduce_selections(const CombineCall& call, std::size_t received
 void CpuBackend::write_partials(const CombineCall& call, int destination, const float* new_weights) {
   for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
     const std::size_t received = source_row(destination, slot);
-    reduce_selections(call, received, new_weights,
-                      reinterpret_cast<std::uint16_t*>(call.own.rows + received * plan_.layout.combine_row_bytes));
+    reduce_selections(call, received, new_weights, call.own.row(received, 0));
   }
 }
 
@@ -76,17 +70,14 @@ void CpuBackend::write_copies(const CombineCall& call, int destination) {
   const std::size_t bytes = static_cast<std::size_t>(shape_.hidden_size) * 2;
   for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
     const std::size_t received = source_row(destination, slot);
-    std::byte* to = call.own.rows + received * static_cast<std::size_t>(plan_.layout.combine_row_slots) *
-                                        plan_.layout.combine_row_bytes;
     const int count = shape_.direct_send ? call.lane.routes.num_selections[received] : 1;
-    for (int i = 0; i < count; ++i, to += plan_.layout.combine_row_bytes)
-      std::memcpy(to, expert_row(call, received, i), bytes);
+    for (int i = 0; i < count; ++i) std::memcpy(call.own.row(received, i), expert_row(call, received, i), bytes);
   }
 }
 
 // RANK_LOCAL_REDUCE: one row for each rank that the token went to, in ascending rank order.
 int CpuBackend::collect_partials(const CombineCall& call, int token, const std::uint16_t** rows) {
-  const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+  const std::size_t first = call.lane.routes.first_destination(token);
   int count = 0;
   for (int i = 0; i < call.lane.routes.num_destinations[token]; ++i) {
     const i32 rank = call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)];
@@ -94,7 +85,7 @@ int CpuBackend::collect_partials(const CombineCall& call, int token, const std::
         source_row(problem_.rank, call.lane.routes.destination_slot[first + static_cast<std::size_t>(i)]);
     if (absent_[static_cast<std::size_t>(rank)]) continue;
     if (rank != problem_.rank) {
-      rows[count++] = peer_row(call, rank, received);
+      rows[count++] = peer_row(call, rank, received, 0);
     } else if (rank_major_) {
       rows[count++] = expert_row(call, received, 0);
     } else {
@@ -107,14 +98,13 @@ int CpuBackend::collect_partials(const CombineCall& call, int token, const std::
 
 // DIRECT_SEND: one row for each selection, in ascending k.
 int CpuBackend::collect_slots(const CombineCall& call, int token, const std::uint16_t** rows, float* weights) const {
-  const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+  const std::size_t first = call.lane.routes.first_destination(token), entries = first_entry(token);
   const i32* ranks = call.lane.routes.destination_rank + first;
-  const std::size_t ids = static_cast<std::size_t>(token) * static_cast<std::size_t>(shape_.num_topk);
-  const float* token_weights = (call.params.weights != nullptr ? call.params.weights : call.sent.weights) + ids;
+  const float* token_weights = (call.params.weights != nullptr ? call.params.weights : call.sent.weights) + entries;
   std::array<int, kMaxTopk> taken{};  // selections of each destination so far
   int count = 0;
   for (int k = 0; k < shape_.num_topk; ++k) {
-    const i32 expert = call.sent.topk_ids[ids + static_cast<std::size_t>(k)];
+    const i32 expert = call.sent.topk_ids[entries + static_cast<std::size_t>(k)];
     if (expert < 0) continue;
     const i32 rank = rank_of_expert_[static_cast<std::size_t>(expert)];
     const auto destination =
@@ -122,9 +112,8 @@ int CpuBackend::collect_slots(const CombineCall& call, int token, const std::uin
     const int selection = taken[destination]++;
     if (absent_[static_cast<std::size_t>(rank)]) continue;
     const std::size_t received = source_row(problem_.rank, call.lane.routes.destination_slot[first + destination]);
-    const std::size_t slot =
-        received * static_cast<std::size_t>(plan_.layout.combine_row_slots) + static_cast<std::size_t>(selection);
-    rows[count] = rank == problem_.rank ? expert_row(call, received, selection) : peer_row(call, rank, slot);
+    rows[count] =
+        rank == problem_.rank ? expert_row(call, received, selection) : peer_row(call, rank, received, selection);
     weights[count++] = token_weights[k];
   }
   return count;
@@ -168,6 +157,7 @@ void CpuBackend::exchange_expert_rows(const CombineCall& call) {
     const CombineBuffer theirs = combine_buffer(destination, call.operation.lane, call.operation.epoch);
     write_partials(call, destination, theirs.packet->has_weights ? theirs.weights : nullptr);
   }
+  if (reduce_here) board_.restart_waits();  // all have entered; now they sum
   board_.post(WordKind::COMBINE, call.operation);
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
     if (peer != problem_.rank) meet(call, WordKind::COMBINE, peer);
@@ -184,8 +174,7 @@ void CpuBackend::combine(int lane_idx, const CombineParams& params) {
   std::fill(other_dispatch_.begin(), other_dispatch_.end(), 0);
   *call.own.packet = CombinePacket{lane.dispatch_epoch, params.weights != nullptr};
   if (params.weights != nullptr) {
-    std::copy_n(params.weights, static_cast<std::size_t>(params.num_tokens) * static_cast<std::size_t>(shape_.num_topk),
-                call.own.weights);
+    std::copy_n(params.weights, first_entry(params.num_tokens), call.own.weights);
   }
   try {
     exchange_expert_rows(call);
@@ -212,20 +201,20 @@ void CpuBackend::count_combine_bytes(const CombineCall& call) {
           static_cast<std::uint64_t>(shape_.direct_send ? call.lane.routes.num_selections[source_row(peer, slot)] : 1);
     }
   }
-  const auto num_topk = static_cast<std::size_t>(shape_.num_topk);
   for (int token = 0; token < call.params.num_tokens; ++token) {
-    const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+    const std::size_t first = call.lane.routes.first_destination(token);
     if (!shape_.direct_send) {
       for (int i = 0; i < call.lane.routes.num_destinations[token]; ++i) {
-        if (call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)] != problem_.rank)
-          stats_.bytes_received += row_bytes;
+        const i32 rank = call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)];
+        if (rank != problem_.rank && !absent_[static_cast<std::size_t>(rank)]) stats_.bytes_received += row_bytes;
       }
       continue;
     }
-    for (std::size_t k = 0; k < num_topk; ++k) {
-      const i32 expert = call.sent.topk_ids[static_cast<std::size_t>(token) * num_topk + k];
-      if (expert >= 0 && rank_of_expert_[static_cast<std::size_t>(expert)] != problem_.rank)
-        stats_.bytes_received += row_bytes;
+    for (std::size_t entry = first_entry(token); entry < first_entry(token + 1); ++entry) {
+      const i32 expert = call.sent.topk_ids[entry];
+      if (expert < 0) continue;
+      const i32 rank = rank_of_expert_[static_cast<std::size_t>(expert)];
+      if (rank != problem_.rank && !absent_[static_cast<std::size_t>(rank)]) stats_.bytes_received += row_bytes;
     }
   }
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "expertwire/error.hpp"
+#include "base/collective.hpp"
 
 namespace expertwire::cpu {
 namespace {
@@ -33,17 +33,20 @@ LaneBuffers make_lane_buffers(std::byte* base, const OutputLayout& layout, const
 
 }  // namespace
 
-DispatchBuffer::DispatchBuffer(std::byte* base, const DispatchRegions& regions)
-    : rank_rows(at<i32>(base, regions.rank_rows)),
-      row_lists(at<i32>(base, regions.row_lists)),
-      topk_ids(at<i32>(base, regions.topk_ids)),
-      weights(at<float>(base, regions.weights)),
-      rows(base + regions.rows) {}
+DispatchBuffer::DispatchBuffer(std::byte* base, const SegmentLayout& layout)
+    : rank_rows(at<i32>(base, layout.dispatch.rank_rows)),
+      row_lists(at<i32>(base, layout.dispatch.row_lists)),
+      topk_ids(at<i32>(base, layout.dispatch.topk_ids)),
+      weights(at<float>(base, layout.dispatch.weights)),
+      rows(base + layout.dispatch.rows),
+      row_bytes_(layout.row.row_bytes) {}
 
-CombineBuffer::CombineBuffer(std::byte* base, const CombineRegions& regions)
-    : packet(at<CombinePacket>(base, regions.packet)),
-      weights(at<float>(base, regions.weights)),
-      rows(base + regions.rows) {}
+CombineBuffer::CombineBuffer(std::byte* base, const SegmentLayout& layout)
+    : packet(at<CombinePacket>(base, layout.combine.packet)),
+      weights(at<float>(base, layout.combine.weights)),
+      rows(base + layout.combine.rows),
+      row_slots_(static_cast<std::size_t>(layout.combine_row_slots)),
+      row_bytes_(layout.combine_row_bytes) {}
 
 Routes::Routes(std::byte* base, const RouteLayout& layout)
     : num_destinations(at<i32>(base, layout.num_destinations)),
@@ -54,7 +57,9 @@ Routes::Routes(std::byte* base, const RouteLayout& layout)
       num_selections(at<i32>(base, layout.num_selections)),
       selection_row(at<i32>(base, layout.selection_row)),
       selection_k(at<i32>(base, layout.selection_k)),
-      selection_weight(at<float>(base, layout.selection_weight)) {}
+      selection_weight(at<float>(base, layout.selection_weight)),
+      destinations_(static_cast<std::size_t>(layout.destinations)),
+      selections_(static_cast<std::size_t>(layout.selections)) {}
 
 Lane::Lane(const Problem& problem, const Plan& plan)
     : outputs(map_private(plan.outputs.bytes)),
@@ -84,11 +89,11 @@ CpuBackend::CpuBackend(const Problem& problem, const Plan& plan, std::vector<Lan
 }
 
 DispatchBuffer CpuBackend::dispatch_buffer(int rank, int lane, std::uint32_t epoch) const {
-  return DispatchBuffer(board_.segment(rank) + plan_.layout.dispatch_buffer(lane, epoch), plan_.layout.dispatch);
+  return DispatchBuffer(board_.segment(rank) + plan_.layout.dispatch_buffer(lane, epoch), plan_.layout);
 }
 
 CombineBuffer CpuBackend::combine_buffer(int rank, int lane, std::uint32_t epoch) const {
-  return CombineBuffer(board_.segment(rank) + plan_.layout.combine_buffer(lane, epoch), plan_.layout.combine);
+  return CombineBuffer(board_.segment(rank) + plan_.layout.combine_buffer(lane, epoch), plan_.layout);
 }
 
 RuntimeStats CpuBackend::stats() const {
@@ -101,15 +106,11 @@ RuntimeStats CpuBackend::stats() const {
 std::unique_ptr<Backend> make_cpu_backend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap) {
   std::vector<Lane> lanes;
   std::shared_ptr<Segment> own;
-  std::string error;
-  try {
+  succeed_together(bootstrap, [&] {
     row_ops();
     for (int lane = 0; lane < problem.config.max_in_flight; ++lane) lanes.emplace_back(problem, plan);
     own = create_segment(plan.layout.bytes);
-  } catch (const Error& failure) {
-    error = failure.what();
-  }
-  agree_on_success(bootstrap, error);
+  });
   std::vector<Peer> peers = exchange_segments(bootstrap, std::move(own));
   return std::make_unique<CpuBackend>(problem, plan, std::move(lanes), std::move(peers));
 }

@@ -21,7 +21,11 @@ struct DispatchBuffer {
   float* weights;   // [M, K]
   std::byte* rows;  // [M] by token index
 
-  DispatchBuffer(std::byte* base, const DispatchRegions& regions);
+  DispatchBuffer(std::byte* base, const SegmentLayout& layout);
+  std::byte* row(int token) const { return rows + static_cast<std::size_t>(token) * row_bytes_; }
+
+ private:
+  std::size_t row_bytes_;
 };
 
 struct CombineBuffer {
@@ -29,7 +33,14 @@ struct CombineBuffer {
   float* weights;   // [M, K]
   std::byte* rows;  // [R, M, row_slots] by destination rank and slot
 
-  CombineBuffer(std::byte* base, const CombineRegions& regions);
+  CombineBuffer(std::byte* base, const SegmentLayout& layout);
+  std::uint16_t* row(std::size_t received, int selection) const {
+    return reinterpret_cast<std::uint16_t*>(rows +
+                                            (received * row_slots_ + static_cast<std::size_t>(selection)) * row_bytes_);
+  }
+
+ private:
+  std::size_t row_slots_, row_bytes_;
 };
 
 // Typed view of one lane's routing facts (RouteLayout).
@@ -39,6 +50,11 @@ struct Routes {
   float* selection_weight;
 
   Routes(std::byte* base, const RouteLayout& layout);
+  std::size_t first_destination(int token) const { return static_cast<std::size_t>(token) * destinations_; }
+  std::size_t first_selection(std::size_t received) const { return received * selections_; }
+
+ private:
+  std::size_t destinations_, selections_;
 };
 
 struct Lane {
@@ -73,11 +89,15 @@ class CpuBackend final : public Backend {
     return static_cast<std::size_t>(rank) * static_cast<std::size_t>(shape_.max_tokens_per_rank) +
            static_cast<std::size_t>(slot);
   }
+  std::size_t num_source_rows() const { return source_row(shape_.num_ranks, 0); }
+  std::size_t first_entry(std::size_t row) const {  // index into [.., K] of ids and weights
+    return row * static_cast<std::size_t>(shape_.num_topk);
+  }
+  std::size_t first_entry(int token) const { return first_entry(static_cast<std::size_t>(token)); }
 
   // dispatch.cc
   template <typename Index>
-  void check_topk_ids(const Index* topk_ids, int num_tokens);
-  template <typename Index>
+  void take_topk_ids(const Index* topk_ids, int num_tokens, DispatchBuffer& own);
   void write_routes(Lane& lane, const DispatchParams& params, DispatchBuffer& own);
   void write_rows(const Lane& lane, const DispatchParams& params, DispatchBuffer& own) const;
   void receive_all(Lane& lane, const DispatchParams& params, const Operation& operation);
@@ -103,7 +123,7 @@ class CpuBackend final : public Backend {
   int collect_partials(const CombineCall& call, int token, const std::uint16_t** rows);
   int collect_slots(const CombineCall& call, int token, const std::uint16_t** rows, float* weights) const;
   const std::uint16_t* expert_row(const CombineCall& call, std::size_t received, int selection) const;
-  const std::uint16_t* peer_row(const CombineCall& call, int peer, std::size_t index) const;
+  const std::uint16_t* peer_row(const CombineCall& call, int peer, std::size_t received, int selection) const;
   void count_combine_bytes(const CombineCall& call);
   void require_same_dispatch(const CombineCall& call) const;
 

@@ -12,8 +12,6 @@
 namespace expertwire::cpu {
 namespace {
 
-constexpr int kMaxTopk = 32;
-
 ScaleRule scale_rule(const QuantConfig& quant) {
   if (quant.scale_format == ScaleFormat::UE8M0) return ScaleRule::UE8M0;
   return quant.round_scale_pow2 ? ScaleRule::POW2 : ScaleRule::FLOAT32;
@@ -23,46 +21,40 @@ std::string slot_name(int token, int k) { return "topk_ids[" + std::to_string(to
 
 }  // namespace
 
+// Reads each id once, so that what is routed is what was checked, whatever another thread does to the array meanwhile.
 template <typename Index>
-void CpuBackend::check_topk_ids(const Index* topk_ids, int num_tokens) {
-  const int num_topk = shape_.num_topk;
+void CpuBackend::take_topk_ids(const Index* topk_ids, int num_tokens, DispatchBuffer& own) {
   for (int token = 0; token < num_tokens; ++token) {
     ++token_counter_;
-    const Index* ids = topk_ids + static_cast<std::size_t>(token) * static_cast<std::size_t>(num_topk);
-    for (int k = 0; k < num_topk; ++k) {
-      if (ids[k] < 0) continue;
-      if (ids[k] >= shape_.num_experts) {
+    for (int k = 0; k < shape_.num_topk; ++k) {
+      const std::size_t entry = first_entry(token) + static_cast<std::size_t>(k);
+      const Index id = topk_ids[entry];
+      own.topk_ids[entry] = id < 0 ? -1 : static_cast<i32>(id);
+      if (id < 0) continue;
+      if (id >= shape_.num_experts) {
         throw Error(ErrorCode::InvalidArgument,
-                    slot_name(token, k) + " = " + std::to_string(ids[k]) + ": must be below num_experts = " +
+                    slot_name(token, k) + " = " + std::to_string(id) + ": must be below num_experts = " +
                         std::to_string(shape_.num_experts) + ", or negative to select nothing");
       }
-      std::uint64_t& last = last_token_[static_cast<std::size_t>(ids[k])];
+      std::uint64_t& last = last_token_[static_cast<std::size_t>(id)];
       if (last == token_counter_) {
         throw Error(ErrorCode::InvalidArgument,
-                    slot_name(token, k) + " = " + std::to_string(ids[k]) + ": the token names this expert twice");
+                    slot_name(token, k) + " = " + std::to_string(id) + ": the token names this expert twice");
       }
       last = token_counter_;
     }
   }
 }
 
-template <typename Index>
 void CpuBackend::write_routes(Lane& lane, const DispatchParams& params, DispatchBuffer& own) {
-  const Index* topk_ids = static_cast<const Index*>(params.topk_ids);
-  const int num_topk = shape_.num_topk, most = plan_.routes.destinations;
   std::fill_n(own.rank_rows, shape_.num_ranks, 0);
   for (int token = 0; token < params.num_tokens; ++token) {
-    const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(num_topk);
-    i32* ranks = lane.routes.destination_rank + static_cast<std::size_t>(token) * static_cast<std::size_t>(most);
-    i32* slots = lane.routes.destination_slot + static_cast<std::size_t>(token) * static_cast<std::size_t>(most);
+    i32* ranks = lane.routes.destination_rank + lane.routes.first_destination(token);
+    i32* slots = lane.routes.destination_slot + lane.routes.first_destination(token);
     int num_destinations = 0;
-    for (int k = 0; k < num_topk; ++k) {
-      const i32 expert = topk_ids[first + static_cast<std::size_t>(k)] < 0
-                             ? -1
-                             : static_cast<i32>(topk_ids[first + static_cast<std::size_t>(k)]);
-      own.topk_ids[first + static_cast<std::size_t>(k)] = expert;
-      own.weights[first + static_cast<std::size_t>(k)] =
-          params.weights == nullptr ? 1.0f : params.weights[first + static_cast<std::size_t>(k)];
+    for (std::size_t entry = first_entry(token); entry < first_entry(token + 1); ++entry) {
+      const i32 expert = own.topk_ids[entry];
+      own.weights[entry] = params.weights == nullptr ? 1.0f : params.weights[entry];
       if (expert < 0) continue;
       const i32 rank = rank_of_expert_[static_cast<std::size_t>(expert)];
       int position = num_destinations;  // ascending, each rank once
@@ -88,12 +80,11 @@ void CpuBackend::write_rows(const Lane& lane, const DispatchParams& params, Disp
   const std::byte* scales = static_cast<const std::byte*>(params.block_scales);
   for (int token = 0; token < params.num_tokens; ++token) {
     const int num_destinations = lane.routes.num_destinations[token];
-    const i32* ranks = lane.routes.destination_rank +
-                       static_cast<std::size_t>(token) * static_cast<std::size_t>(plan_.routes.destinations);
+    const i32* ranks = lane.routes.destination_rank + lane.routes.first_destination(token);
     const bool stays = num_destinations == 1 && ranks[0] == problem_.rank;
     if (num_destinations == 0 || (stays && !quantize)) continue;  // own rows are placed from x where they can be
     const std::byte* from = x + static_cast<std::size_t>(token) * input_bytes;
-    std::byte* to = own.rows + static_cast<std::size_t>(token) * row.row_bytes;
+    std::byte* to = own.row(token);
     if (quantize) {
       ops_.quantize(reinterpret_cast<const std::uint16_t*>(from), shape_.hidden_size, scale_rule(problem_.config.quant),
                     reinterpret_cast<std::uint8_t*>(to), to + row.scales_offset);
@@ -113,8 +104,7 @@ void CpuBackend::place_scales(Lane& lane, const std::byte* scales, std::size_t o
     return;
   }
   // [.., S, rows]: one matrix for each expert, or a single one for RANK_MAJOR
-  const std::size_t rows =
-      static_cast<std::size_t>(shape_.num_ranks) * static_cast<std::size_t>(shape_.max_tokens_per_rank);
+  const std::size_t rows = num_source_rows();
   std::uint32_t* column = out + output_row / rows * rows * count + output_row % rows;
   for (std::size_t i = 0; i < count; ++i) std::memcpy(column + i * rows, scales + i * 4, 4);
 }
@@ -130,7 +120,7 @@ void CpuBackend::place_row(Lane& lane, const DispatchParams& params, std::size_t
     count = 1;
     if (scales != nullptr) place_scales(lane, scales, received);
   } else {
-    const i32* rows = lane.routes.selection_row + received * static_cast<std::size_t>(plan_.routes.selections);
+    const i32* rows = lane.routes.selection_row + lane.routes.first_selection(received);
     for (; count < lane.routes.num_selections[received]; ++count) {
       destinations[static_cast<std::size_t>(count)] = tokens + static_cast<std::size_t>(rows[count]) * payload;
       if (scales != nullptr) place_scales(lane, scales, static_cast<std::size_t>(rows[count]));
@@ -143,17 +133,17 @@ void CpuBackend::place_row(Lane& lane, const DispatchParams& params, std::size_t
 // bounds: a rank that was given up may read a buffer that is being written again, and learns it at the end.
 void CpuBackend::note_selections(Lane& lane, const DispatchBuffer& from, std::size_t received, int source, int token) {
   const auto num_topk = static_cast<std::size_t>(shape_.num_topk);
-  const auto expert_capacity = static_cast<i32>(source_row(shape_.num_ranks, 0));
-  const std::size_t first = received * static_cast<std::size_t>(plan_.routes.selections);
+  const auto expert_capacity = static_cast<i32>(num_source_rows());
+  const std::size_t first = lane.routes.first_selection(received);
   int count = 0;
   for (std::size_t k = 0; k < num_topk; ++k) {
-    const std::size_t entry = static_cast<std::size_t>(token) * num_topk + k;
+    const std::size_t entry = first_entry(token) + k;
     const i32 local = from.topk_ids[entry] - problem_.first_local_expert;
     const bool selected = local >= 0 && local < problem_.num_local_experts && count < plan_.routes.selections;
     if (rank_major_) {
-      lane.buffers.topk_ids[received * num_topk + k] =
+      lane.buffers.topk_ids[first_entry(received) + k] =
           selected ? from.topk_ids[entry] : problem_.config.invalid_token_expert_id;
-      lane.buffers.weights[received * num_topk + k] = selected ? from.weights[entry] : 0.0f;
+      lane.buffers.weights[first_entry(received) + k] = selected ? from.weights[entry] : 0.0f;
     }
     if (!selected || expert_rows_[static_cast<std::size_t>(local)] == expert_capacity) continue;
     const std::size_t at = first + static_cast<std::size_t>(count++);
@@ -178,7 +168,7 @@ void CpuBackend::receive_from(int source, Lane& lane, const DispatchParams& para
     const auto token_idx = static_cast<std::size_t>(token);
     lane.routes.token[received] = token;
     note_selections(lane, from, received, source, token);
-    const std::byte* sent = from.rows + token_idx * layout.row_bytes;
+    const std::byte* sent = from.row(token);
     const std::byte* row = from_x ? static_cast<const std::byte*>(params.x) + token_idx * layout.payload_bytes : sent;
     const std::byte* scales = !shape_.fp8 ? nullptr
                               : from_x
@@ -206,10 +196,9 @@ void CpuBackend::finish_source(int source, Lane& lane, int num_rows) {
 
 // RANK_MAJOR: ids and weights of rows [first, last) that hold no token are defined.
 void CpuBackend::fill_padding(Lane& lane, std::size_t first, std::size_t last) const {
-  const auto num_topk = static_cast<std::size_t>(shape_.num_topk);
-  std::fill(lane.buffers.topk_ids + first * num_topk, lane.buffers.topk_ids + last * num_topk,
+  std::fill(lane.buffers.topk_ids + first_entry(first), lane.buffers.topk_ids + first_entry(last),
             problem_.config.invalid_token_expert_id);
-  std::fill(lane.buffers.weights + first * num_topk, lane.buffers.weights + last * num_topk, 0.0f);
+  std::fill(lane.buffers.weights + first_entry(first), lane.buffers.weights + first_entry(last), 0.0f);
 }
 
 // A dispatch that did not complete shows no rows.
@@ -218,7 +207,7 @@ void CpuBackend::clear_counts(Lane& lane) const {
              ranks = static_cast<std::size_t>(shape_.num_ranks);
   if (rank_major_) {
     std::fill_n(lane.buffers.num_tokens_per_rank, ranks, 0);
-    fill_padding(lane, 0, source_row(shape_.num_ranks, 0));
+    fill_padding(lane, 0, num_source_rows());
     return;
   }
   std::fill_n(lane.buffers.num_tokens_per_expert, local, 0);
@@ -246,11 +235,11 @@ void CpuBackend::receive_all(Lane& lane, const DispatchParams& params, const Ope
 void CpuBackend::dispatch(int lane_idx, const DispatchParams& params) {
   board_.require_available();
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  params.topk_ids_are_64_bit ? check_topk_ids(static_cast<const i64*>(params.topk_ids), params.num_tokens)
-                             : check_topk_ids(static_cast<const i32*>(params.topk_ids), params.num_tokens);
   const Operation operation = board_.begin("dispatch", lane_idx, lane.dispatch_epoch);
   DispatchBuffer own = dispatch_buffer(problem_.rank, lane_idx, operation.epoch);
-  params.topk_ids_are_64_bit ? write_routes<i64>(lane, params, own) : write_routes<i32>(lane, params, own);
+  params.topk_ids_are_64_bit ? take_topk_ids(static_cast<const i64*>(params.topk_ids), params.num_tokens, own)
+                             : take_topk_ids(static_cast<const i32*>(params.topk_ids), params.num_tokens, own);
+  write_routes(lane, params, own);
   write_rows(lane, params, own);
   try {
     board_.post(WordKind::DISPATCH, operation);

@@ -3,11 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
+#include <map>
 #include <sstream>
 #include <utility>
 
+#include "base/descriptor_exchange.hpp"
+#include "base/rank_list.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire::cpu {
@@ -17,12 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 // A peer that exits cannot wake us: a sleeper looks again this often.
 constexpr std::chrono::milliseconds kLivenessInterval{20};
-
-std::string list_ranks(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
-}
 
 }  // namespace
 
@@ -39,8 +35,7 @@ PeerBoard::PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer>
       wait_seconds_(peers_.size(), 0.0) {}
 
 Operation PeerBoard::begin(const char* name, int lane, std::uint32_t previous) const {
-  const auto bound = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
-  return Operation{name, lane, previous, next_epoch(previous), Clock::now() + bound};
+  return Operation{name, lane, previous, next_epoch(previous), Clock::now()};
 }
 
 EpochWord& PeerBoard::word(WordKind kind, int rank, int lane) const {
@@ -50,10 +45,15 @@ EpochWord& PeerBoard::word(WordKind kind, int rank, int lane) const {
   return *reinterpret_cast<EpochWord*>(segment(rank) + layout_.lane(lane) + offset);
 }
 
-std::uint32_t& PeerBoard::closed_flag(int rank) const { return *reinterpret_cast<std::uint32_t*>(segment(rank)); }
+std::atomic_ref<std::uint32_t> PeerBoard::mark(int rank) const {
+  return std::atomic_ref<std::uint32_t>(*reinterpret_cast<std::uint32_t*>(segment(rank)));
+}
 
-bool PeerBoard::is_closed(int rank) const {
-  return std::atomic_ref<std::uint32_t>(closed_flag(rank)).load(std::memory_order_acquire) != 0;
+void PeerBoard::restart_waits() { waits_start_ = Clock::now(); }
+
+Clock::time_point PeerBoard::deadline_of(const Operation& operation) const {
+  const auto bound = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  return std::max(operation.start, waits_start_) + bound;
 }
 
 void PeerBoard::post(WordKind kind, const Operation& operation) {
@@ -115,22 +115,22 @@ WordState PeerBoard::wait_for(WordKind kind, int peer, const Operation& operatio
       // Whatever the peer posted before it ended still counts: the word decides.
       return give_up(awaited, operation.previous, operation.epoch);
     }
-    const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(operation.deadline - Clock::now());
+    const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline_of(operation) - Clock::now());
     sleep_on(awaited, seen, std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kLivenessInterval));
   }
 }
 
 bool PeerBoard::should_give_up(int peer, const Operation& operation, Loss& why) const {
   const auto idx = static_cast<std::size_t>(peer);
-  if (is_closed(peer)) {
-    why = Loss::CLOSED;
+  if (const std::uint32_t its_mark = mark(peer).load(std::memory_order_acquire); its_mark != OPEN) {
+    why = its_mark == ENDED_BY_ERROR ? Loss::ENDED : Loss::CLOSED;
     return true;
   }
-  if (has_exited(peers_[idx])) {
+  if (has_exited(peers_[idx].process)) {
     why = Loss::EXITED;
     return true;
   }
-  if (Clock::now() < operation.deadline) return false;
+  if (Clock::now() < deadline_of(operation)) return false;
   why = Loss::TIMEOUT;
   return true;
 }
@@ -138,7 +138,11 @@ bool PeerBoard::should_give_up(int peer, const Operation& operation, Loss& why) 
 void PeerBoard::record_loss(WordKind kind, int peer, const Operation& operation, Loss why) {
   lost_[static_cast<std::size_t>(peer)] = true;
   if (why == Loss::TIMEOUT) ++num_timeouts_;
-  if (policy_ == PeerLossPolicy::MASK) return;
+  if (policy_ == PeerLossPolicy::MASK) {
+    restart_waits();  // the time that went by was the lost rank's, not the others'
+    return;
+  }
+  std::map<Loss, std::vector<int>> lost_by{{why, {peer}}};
   // Others that are gone at this moment too: one error names them all.
   for (int other = 0; other < static_cast<int>(peers_.size()); ++other) {
     Loss reason = Loss::GIVEN_UP;
@@ -147,17 +151,31 @@ void PeerBoard::record_loss(WordKind kind, int peer, const Operation& operation,
     WordState state = look(pending, operation.previous, operation.epoch);
     if (state == WordState::PENDING && should_give_up(other, operation, reason))
       state = give_up(pending, operation.previous, operation.epoch);
-    lost_[static_cast<std::size_t>(other)] = state == WordState::LOST;
+    if (state != WordState::LOST) continue;
+    lost_[static_cast<std::size_t>(other)] = true;
+    if (reason == Loss::GIVEN_UP) should_give_up(other, operation, reason);
+    lost_by[reason].push_back(other);
   }
+  std::string text;
+  for (auto& [reason, ranks] : lost_by) {
+    std::sort(ranks.begin(), ranks.end());
+    text += (text.empty() ? "" : ", ") + rank_list(ranks) + loss_text(reason);
+  }
+  end(std::string(operation.name) + ' ' + std::to_string(operation.epoch) + " on lane " +
+          std::to_string(operation.lane) + ": " + text,
+      operation);
+}
+
+std::string PeerBoard::loss_text(Loss why) const {
   std::ostringstream text;
-  text << operation.name << ' ' << operation.epoch << " on lane " << operation.lane << ": " << list_ranks(lost_ranks());
   switch (why) {
     case Loss::TIMEOUT: text << " did not arrive within timeout_s = " << timeout_s_ << " s"; break;
     case Loss::EXITED: text << " exited (the process has ended)"; break;
     case Loss::CLOSED: text << " closed the communicator"; break;
+    case Loss::ENDED: text << " had ended with an error"; break;
     case Loss::GIVEN_UP: text << " was given up by another rank"; break;
   }
-  end(text.str(), operation);
+  return text.str();
 }
 
 void PeerBoard::require_available() const {
@@ -182,7 +200,7 @@ std::vector<int> PeerBoard::lost_ranks() const {
 
 void PeerBoard::close() noexcept {
   if (getpid() != process_) return;
-  std::atomic_ref<std::uint32_t>(closed_flag(rank_)).store(1, std::memory_order_seq_cst);
+  mark(rank_).store(ended_.empty() ? CLOSED_BY_CALLER : ENDED_BY_ERROR, std::memory_order_seq_cst);
   for (int lane = 0; lane < num_lanes_; ++lane) {
     for (const WordKind kind : {WordKind::DISPATCH, WordKind::ENTRY, WordKind::COMBINE})
       wake_sleepers(word(kind, rank_, lane));

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -23,7 +24,7 @@ struct Operation {
   int lane = 0;
   std::uint32_t previous = 0;  // epoch of the one before of this kind on this lane
   std::uint32_t epoch = 0;
-  std::chrono::steady_clock::time_point deadline;
+  std::chrono::steady_clock::time_point start;
 };
 
 class PeerBoard {
@@ -36,8 +37,11 @@ class PeerBoard {
   void post(WordKind kind, const Operation& operation);
 
   // Waits for `peer` to post. False: it is lost and the policy is MASK. Under RAISE a loss throws PeerLost and ends the
-  // communicator. The wait is bounded by the operation's deadline and ends early when the peer exits or closes.
+  // communicator. The wait is bounded by timeout_s and ends early when the peer exits or closes.
   bool await(WordKind kind, int peer, const Operation& operation);
+
+  // Gives all waits from now on the full time again: the ranks that are awaited next have just been heard of.
+  void restart_waits();
 
   // After this rank's last read of peers' buffers in an operation. Throws PeerLost if it was given up meanwhile.
   void confirm(WordKind kind, const Operation& operation);
@@ -51,17 +55,19 @@ class PeerBoard {
   void close() noexcept;  // peers that wait for this rank, now or later, are told
 
  private:
-  enum class Loss { TIMEOUT, EXITED, CLOSED, GIVEN_UP };
+  enum class Loss { TIMEOUT, EXITED, CLOSED, ENDED, GIVEN_UP };
+  enum Mark : std::uint32_t { OPEN, CLOSED_BY_CALLER, ENDED_BY_ERROR };  // at the start of a segment
 
   EpochWord& word(WordKind kind, int rank, int lane) const;
-  std::uint32_t& closed_flag(int rank) const;
-  bool is_closed(int rank) const;
+  std::atomic_ref<std::uint32_t> mark(int rank) const;
+  std::chrono::steady_clock::time_point deadline_of(const Operation& operation) const;
   WordState wait_for(WordKind kind, int peer, const Operation& operation, Loss& why);
   bool should_give_up(int peer, const Operation& operation, Loss& why) const;
   [[noreturn]] void end(const std::string& why, const Operation& operation);
   [[noreturn]] void throw_ended() const;
   [[noreturn]] void end_given_up(const Operation& operation);
   void record_loss(WordKind kind, int peer, const Operation& operation, Loss why);
+  std::string loss_text(Loss why) const;
 
   SegmentLayout layout_;
   int rank_;
@@ -73,6 +79,7 @@ class PeerBoard {
   std::vector<Peer> peers_;
   std::vector<bool> lost_;
   std::vector<double> wait_seconds_;
+  std::chrono::steady_clock::time_point waits_start_;
   std::uint64_t num_timeouts_ = 0;
   std::string ended_;  // why the communicator is over; empty while it is not
   std::string ended_in_;

@@ -2,7 +2,7 @@
 //
 // Everything here has internal linkage and calls nothing of the standard library but memcpy. A shared inline function or a
 // template instantiated with AVX flags would be merged by the linker with the plain copy of the same name, and a processor
-// without AVX would then run the wrong one.
+// without AVX would then run the wrong one. Of layout.cuh, only a constant is used.
 //
 // Two BF16 values are handled as one 32-bit word: the low half shifted up, or the high half with the low half masked off,
 // is the float32 value itself, so that widening and narrowing need no shuffles.
@@ -17,6 +17,7 @@
 #endif
 
 #include "backend/cpu/rows.hpp"
+#include "shared/layout.cuh"
 
 namespace expertwire::cpu {
 namespace {
@@ -32,7 +33,6 @@ constexpr std::size_t kVectorBytes = 32;
 constexpr std::size_t kVectorBytes = 16;
 #endif
 
-constexpr int kScaleBlock = 128;
 constexpr std::uint32_t kHighHalf = 0xffff0000u;
 
 // The vector types of kBytes bytes; comparisons of floats yield signed masks.

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <system_error>
+#include <string>
 #include <utility>
 
 #include "expertwire/error.hpp"
@@ -25,24 +25,6 @@ Mapping map_shared(int fd, std::size_t bytes) {
 }
 
 }  // namespace
-
-std::string system_error_text(const std::string& call, int error) {
-  return call + ": " + std::generic_category().message(error);
-}
-
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  if (this != &other) {
-    if (fd_ >= 0) close(fd_);
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-int Descriptor::release() { return std::exchange(fd_, -1); }
 
 Mapping::~Mapping() {
   if (data_ != nullptr) munmap(data_, bytes_);

@@ -4,25 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
+
+#include "base/descriptor.hpp"
 
 namespace expertwire::cpu {
-
-// Owns one file descriptor.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor();
-  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  int get() const { return fd_; }
-  bool valid() const { return fd_ >= 0; }
-  int release();
-
- private:
-  int fd_ = -1;
-};
 
 // A mapping, unmapped on destruction.
 class Mapping {
@@ -56,8 +41,5 @@ struct Segment {
 std::shared_ptr<Segment> create_segment(std::size_t bytes);
 // Maps a segment received from a peer and checks its size.
 std::shared_ptr<Segment> open_segment(Descriptor descriptor, std::size_t bytes);
-
-// "memfd_create: Too many open files"
-std::string system_error_text(const std::string& call, int error);
 
 }  // namespace expertwire::cpu

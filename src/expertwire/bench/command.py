@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expertwire.errors import Error, InvalidArgumentError
+from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from expertwire.bench.request import Request
@@ -25,9 +25,13 @@ def _method(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Method", **more)
 
 
+# Written out: the module that holds them needs NumPy, which is loaded when a command is called.
+WORKLOAD_HELP = (
+    "A shape by name: mscclpp-latency, mscclpp-bench, deepseek-decode, single-token, nemotron-latent, kimi-k3."
+)
 _ROUTING_HELP = "uniform, zipf:S, one-hot, empty-experts, observed-skew, or a trace of expertwire run."
 Libs = Annotated[str, typer.Option(help="Libraries, by comma: expertwire, torch-a2a, floor; or all.")]
-Workload = Annotated[str | None, _shape("A shape by name, such as mscclpp-bench.")]
+Workload = Annotated[str | None, _shape(WORKLOAD_HELP)]
 Experts = Annotated[str | None, _shape("Experts of all ranks. [128]", "-e", "--experts")]
 Tokens = Annotated[str | None, _shape("Tokens of a rank. [128]", "-t", "--tokens")]
 Hidden = Annotated[str | None, _shape("Elements of a row. [7168]", "-d", "--hidden")]
@@ -102,7 +106,7 @@ def bench(
         right = _carry_out(request, dry_run, json_file)
     except (Error, OSError) as error:
         typer.secho(f"expertwire bench: {error}", fg="red", err=True)
-        raise typer.Exit(2 if isinstance(error, InvalidArgumentError) else 1) from None
+        raise typer.Exit(2 if isinstance(error, (InvalidArgumentError, UnsupportedError)) else 1) from None
     if not right:
         raise typer.Exit(1)
 
@@ -119,7 +123,7 @@ def _carry_out(request: Request, dry_run: bool, json_file: Path | None) -> bool:
     from rich.console import Console
 
     from expertwire.bench.report import print_report
-    from expertwire.bench.request import print_plan, run_with_progress
+    from expertwire.bench.request import print_plan, run_request
 
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
     if dry_run:
@@ -127,8 +131,10 @@ def _carry_out(request: Request, dry_run: bool, json_file: Path | None) -> bool:
         return True
     if json_file is not None and not json_file.parent.is_dir():
         raise InvalidArgumentError(f"--json {json_file}: its folder does not exist")
-    report = run_with_progress(request, Console(stderr=True, soft_wrap=True))
-    print_report(report, console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json()) + "\n", encoding="utf-8")
+    report = run_request(request, Console(stderr=True, soft_wrap=True))
+    try:
+        if json_file is not None:
+            json_file.write_text(json.dumps(report.to_json()) + "\n", encoding="utf-8")
+    finally:  # a full disk does not cost the table, nor a closed terminal the file
+        print_report(report, console)
     return not report.failed

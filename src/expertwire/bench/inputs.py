@@ -29,7 +29,7 @@ Numpy = NDArray[Any]
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise InvalidArgumentError if no library could run the problem, and OSError if its routing cannot be read."""
+    """Raise InvalidArgumentError if no library could run the problem or its routing cannot be read."""
     sizes = ("num_experts", "num_tokens", "hidden_size", "num_topk", "num_ranks")
     for name, value in ((name, getattr(problem, name)) for name in sizes):
         if value < 1:

@@ -24,6 +24,7 @@ from expertwire.bench.schema import LibResult, Problem, Run, Samples, Settings, 
 from expertwire.bench.summary import summarize, with_ratios
 from expertwire.errors import Error
 from expertwire.groups import Group
+from expertwire.progress import watched
 from expertwire.reference import RankInput
 
 _FINE, _FAILED = b"+", b"-"
@@ -46,6 +47,18 @@ class Job:
         """Return the file of what ``lib`` must observe on ``rank``."""
         return self.folder / f"{lib}.{rank}.npz"
 
+    @property
+    def steps_path(self) -> Path:
+        """The file that rank 0 makes a byte longer with every step it has done."""
+        return self.folder / "steps"
+
+    def doing(self, num_steps: int) -> str:
+        """Return what follows after so many steps: every library is set up, then all take turns."""
+        turn, lib = divmod(num_steps, len(self.libs))
+        if turn > len(self.settings.parts()):
+            return "last check"
+        return f"{self.libs[lib]}: {f'round {turn}' if turn else 'set-up and warm-up'}"
+
 
 @dataclass
 class RankTimes:
@@ -57,27 +70,46 @@ class RankTimes:
     failure: str = ""
 
 
-def measure(problem: Problem, settings: Settings, libs: list[str]) -> Run:
+def num_steps(problem: Problem, settings: Settings, libs: list[str]) -> int:
+    """Return the number of steps that ``measure`` tells of."""
+    return len(_runnable(problem, settings, libs)) * (1 + len(settings.parts()))
+
+
+def measure(
+    problem: Problem, settings: Settings, libs: list[str], tell: Callable[[int, str], None] | None = None
+) -> Run:
     """Measure the libraries on one problem.
 
-    A library that cannot run here, or that is wrong, keeps a row which says so.
+    A library that cannot run here, or that is wrong, keeps a row which says so. ``tell`` is given, in a thread of its
+    own, the number of steps that are done, and what is being done.
 
     Raises:
-        InvalidArgumentError: the problem cannot be built.
-        OSError: a routing file cannot be read.
+        InvalidArgumentError: the problem cannot be built, or its routing file not be read.
     """
     check_problem(problem)
     inputs = [rank_input(problem, rank) for rank in range(problem.num_ranks)]
-    runnable = tuple(lib for lib in libs if not obstacle(lib, problem, settings))
+    runnable = _runnable(problem, settings, libs)
     times: dict[str, list[RankTimes]] = {}
     if runnable:
         with tempfile.TemporaryDirectory(prefix="expertwire-") as folder:
             job = Job(problem, settings, runnable, Path(folder))
             _save_expectations(job, inputs)
-            times = _measure_on_all_ranks(job)
+            job.steps_path.touch()
+            with _told(job, tell):
+                times = _measure_on_all_ranks(job)
     bytes_per_rank = payload_bytes_per_rank(problem, inputs)
     results = [_result(lib, problem, settings, times.get(lib, []), bytes_per_rank) for lib in libs]
     return Run(problem, bytes_per_rank, with_ratios(results))
+
+
+def _runnable(problem: Problem, settings: Settings, libs: list[str]) -> tuple[str, ...]:
+    return tuple(lib for lib in libs if not obstacle(lib, problem, settings))
+
+
+def _told(job: Job, tell: Callable[[int, str], None] | None) -> contextlib.AbstractContextManager[None]:
+    if tell is None:
+        return contextlib.nullcontext()
+    return watched(lambda: job.steps_path.stat().st_size, lambda count: tell(count, job.doing(count)))
 
 
 def obstacle(lib: str, problem: Problem, settings: Settings) -> str:
@@ -121,15 +153,23 @@ def measure_on_rank(group: Group, job: Job) -> dict[str, RankTimes]:
     try:
         for rank in ranks.values():
             rank.together(rank.prepare)
+            _count_step(group, job)
         for count in job.settings.parts():
             for rank in ranks.values():
                 rank.together(rank.time_pairs, count)
+                _count_step(group, job)
         for rank in ranks.values():
             rank.together(rank.check)
     finally:
         for rank in ranks.values():
             rank.close()
     return {lib: rank.times for lib, rank in ranks.items()}
+
+
+def _count_step(group: Group, job: Job) -> None:
+    if group.rank == 0:
+        with job.steps_path.open("ab") as steps:
+            steps.write(b".")
 
 
 class _RankOfLib:

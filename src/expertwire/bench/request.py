@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from expertwire.bench.inputs import check_problem
-from expertwire.bench.machine import describe_machine, describe_versions
-from expertwire.bench.measure import measure, obstacle
-from expertwire.bench.routing import is_trace
+from expertwire.bench.measure import measure, num_steps, obstacle
+from expertwire.bench.progress import shown
+from expertwire.bench.routing import is_trace, read_trace
 from expertwire.bench.schema import Problem, Report, Run, Settings
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.errors import InvalidArgumentError
-from expertwire.run.trace import load_trace
+from expertwire.machine import describe_machine, describe_versions
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
 _Choice = TypeVar("_Choice", bound=Enum)
@@ -44,7 +43,7 @@ class Sweep:
     seed: int = 1
 
     def problems(self) -> list[Problem]:
-        """Return all combinations, the last named option turning fastest. Raises InvalidArgumentError and OSError."""
+        """Return all combinations, the last named option turning fastest. Raises InvalidArgumentError."""
         return [
             problem
             for routing in _words(self.routing)
@@ -59,7 +58,7 @@ class Sweep:
             named = WORKLOADS[self.workload]
             return Problem(named.num_experts, named.num_tokens, named.hidden_size, named.num_topk)
         if is_trace(routing):
-            trace = load_trace(Path(routing))
+            trace = read_trace(routing)
             return replace(
                 _DEFAULT_SHAPE,
                 num_experts=trace.info.num_experts,
@@ -121,20 +120,21 @@ class Request:
     command: tuple[str, ...]
 
 
-def run_request(request: Request, progress: Callable[[str], None]) -> Report:
-    """Measure every problem. ``progress`` gets one line before each.
+def run_request(request: Request, errors: Console) -> Report:
+    """Measure every problem, and show on ``errors`` where that is.
 
     Raises:
-        InvalidArgumentError: a problem cannot be; nothing has been measured then.
-        OSError: a routing file cannot be read.
+        InvalidArgumentError: a problem cannot be, or a routing file not be read; nothing has been measured then.
     """
     for problem in request.problems:
         check_problem(problem)
     machine = describe_machine()
     runs: list[Run] = []
-    for number, problem in enumerate(request.problems, 1):
-        progress(f"{number} of {len(request.problems)}: {problem.title()}")
-        runs.append(measure(problem, request.settings, request.libs))
+    total = sum(num_steps(problem, request.settings, request.libs) for problem in request.problems)
+    with shown(errors, total) as listener:
+        for number, problem in enumerate(request.problems, 1):
+            listener.begin(f"{number} of {len(request.problems)}: {problem.title()}")
+            runs.append(measure(problem, request.settings, request.libs, listener.update))
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Report(request.command, date, machine, describe_versions(), request.settings, tuple(runs))
 
@@ -150,11 +150,3 @@ def print_plan(request: Request, console: Console) -> None:
         for lib in request.libs:
             state = obstacle(lib, problem, settings) or "would be checked and timed"
             console.print(f"  {lib}: {state}", markup=False, highlight=False)
-
-
-def run_with_progress(request: Request, errors: Console) -> Report:
-    """Measure, and show where a long run is: a moving line on a terminal, plain lines elsewhere."""
-    if not errors.is_terminal:
-        return run_request(request, lambda line: errors.print(line, markup=False, highlight=False))
-    with errors.status("measuring") as status:
-        return run_request(request, lambda line: status.update(f"measuring {line}"))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from expertwire.bench.schema import Problem
 from expertwire.bench.workloads import make_topk_ids
 from expertwire.errors import InvalidArgumentError
-from expertwire.run.trace import RoutingTrace, load_trace
+from expertwire.trace import RoutingTrace, load_trace
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,18 @@ def is_trace(routing: str) -> bool:
     return routing.endswith(".npz") or "/" in routing
 
 
+def read_trace(routing: str) -> RoutingTrace:
+    """Read the file that a ``--routing`` names. Raises InvalidArgumentError."""
+    try:
+        return load_trace(Path(routing))
+    except OSError as error:
+        raise InvalidArgumentError(f"--routing {routing}: cannot read it ({error.strerror})") from error
+
+
 def make_routing(problem: Problem, rank: int) -> Routing:
-    """Return the routing of one rank; the same in every process. Raises InvalidArgumentError and OSError."""
+    """Return the routing of one rank; the same in every process. Raises InvalidArgumentError."""
     if is_trace(problem.routing):
-        return _replay(load_trace(Path(problem.routing)), problem, rank)
+        return _replay(read_trace(problem.routing), problem, rank)
     rng = np.random.default_rng((problem.seed, rank, 1))
     ids = make_topk_ids(problem.routing, rng, problem.num_tokens, problem.num_experts, problem.num_topk)
     weights = rng.random(ids.shape, np.float32) + np.float32(0.1)

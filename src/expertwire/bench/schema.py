@@ -71,12 +71,17 @@ class Problem:
             timeout_s=timeout_s,
         )
 
-    def title(self) -> str:
-        """Return the shape in one line."""
+    def shape(self) -> str:
+        """Return sizes and modes in one line, the modes as the options take them."""
+        modes = (str(mode.value).replace("_", "-") for mode in (self.layout, self.combine_mode, self.dispatch_dtype))
         return (
             f"T {self.num_tokens}  E {self.num_experts}  K {self.num_topk}  H {self.hidden_size}  R {self.num_ranks}  "
-            f"{self.layout.value} {self.combine_mode.value}  {self.dispatch_dtype.value}  routing {self.routing}"
+            f"{'  '.join(modes)}"
         )
+
+    def title(self) -> str:
+        """Return the shape and the routing in one line."""
+        return f"{self.shape()}  routing {self.routing}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class ArrayFacts:
     Attributes:
         dtype: name without a framework's prefix, e.g. ``"bfloat16"``.
         shape: sizes.
-        device: ``"cpu"`` or what the framework calls it.
+        device: ``"cpu"``, ``"cuda:3"``, or what else the framework calls it.
         contiguous: row-major without gaps.
         writable: may be written.
         address: of the first element; 0 where it cannot be told.
@@ -56,11 +56,14 @@ def refuse(name: str, given: str, allowed: str) -> NoReturn:
     raise InvalidArgumentError(f"{name} = {given}: {allowed}")
 
 
-def check(facts: ArrayFacts, name: str, dtype: str, shape: tuple[int, ...], writable: bool) -> None:
+def check(
+    facts: ArrayFacts, name: str, dtype: str, shape: tuple[int, ...], writable: bool, device: str = "cpu"
+) -> None:
     """Raises InvalidArgumentError for the first thing about an array that is not as an argument must be."""
     what = f"{facts.dtype} {shape_text(facts.shape)} array on {facts.device}"
-    if facts.device != "cpu":
-        refuse(name, what, "this communicator runs on the CPU and takes arrays in CPU memory")
+    if facts.device != device:
+        where = "the CPU and takes arrays in CPU memory" if device == "cpu" else f"{device} and takes arrays there"
+        refuse(name, what, f"this communicator runs on {where}")
     if facts.dtype != dtype:
         refuse(name, what, f"the dtype must be {dtype}")
     if facts.shape != shape:
@@ -74,13 +77,17 @@ def check(facts: ArrayFacts, name: str, dtype: str, shape: tuple[int, ...], writ
 
 
 class ArrayAdapter(ABC):
-    """Arrays of one framework.
+    """Arrays of one framework on one device.
 
     Attributes:
-        framework: whose arrays come out when arrays of this adapter go in: ``"numpy"`` or ``"torch"``.
+        framework: whose arrays come out when arrays of this adapter go in: ``"numpy"``, ``"torch"`` or ``"cupy"``.
+        device: where a communicator takes and returns arrays: ``"cpu"`` or ``"cuda:3"``.
     """
 
     framework: str
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
 
     def open(self, array: Array, name: str, writable: bool = False) -> Array:  # noqa: ARG002
         """The object on which the other methods work; it must live as long as its address is used."""
@@ -99,21 +106,35 @@ class ArrayAdapter(ABC):
         """Address of an opened array that is as asked; otherwise InvalidArgumentError names the argument ``name``."""
 
     @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new array in CPU memory, contents unspecified."""
+    def empty(self, shape: tuple[int, ...], dtype: str, stream: int | None = None) -> Array:
+        """A new array on the device, contents unspecified, for use on a CUDA stream; ``None``: the current one."""
 
     @abstractmethod
     def over(self, memory: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        """An array over ``memory``, NumPy uint8 of exactly the bytes needed, which it keeps alive."""
+        """An array over ``memory``, which it keeps alive and which has exactly the bytes needed.
+
+        Args:
+            memory: NumPy uint8 on the CPU, a :class:`expertwire.interop.cuda.DeviceMemory` on CUDA.
+            shape: of the array.
+            dtype: name of its dtype.
+        """
+
+    def current_stream(self) -> int:
+        """Address of the stream on which the framework works on the device now; CUDA only."""
+        raise NotImplementedError
 
 
-def make_adapter(array: Array, name: str) -> ArrayAdapter:
+def make_adapter(array: Array, name: str, device: str = "cpu") -> ArrayAdapter:
     """The adapter for arrays like this one. Raises InvalidArgumentError naming ``name`` if there is none."""
+    if _is_a(array, "torch", "Tensor"):  # whoever holds a tensor has imported torch
+        return adapter_of("torch", device)
+    if device != "cpu":
+        if _is_a(array, "cupy", "ndarray"):
+            return adapter_of("cupy", device)
+        allowed = f"must be a torch tensor or a CuPy array on {device}, where this communicator runs"
+        return refuse(name, f"{type(array).__name__} object", allowed)
     if isinstance(array, np.ndarray):
         return adapter_of("numpy")
-    torch = sys.modules.get("torch")  # whoever holds a tensor has imported torch
-    if torch is not None and isinstance(array, torch.Tensor):
-        return adapter_of("torch")
     if not isinstance(array, type) and hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         from expertwire.interop.dlpack_arrays import DlpackAdapter
 
@@ -121,14 +142,24 @@ def make_adapter(array: Array, name: str) -> ArrayAdapter:
     return refuse(name, f"{type(array).__name__} object", "must be a NumPy array, a torch tensor or support DLPack")
 
 
-def adapter_of(framework: str) -> ArrayAdapter:
-    """The adapter of a framework by name. Raises InvalidArgumentError for a name it does not know."""
-    if framework == "numpy":
-        from expertwire.interop.numpy_arrays import NumpyAdapter
-
-        return NumpyAdapter()
+def adapter_of(framework: str, device: str = "cpu") -> ArrayAdapter:
+    """The adapter of a framework by name. Raises InvalidArgumentError for one that has no arrays on the device."""
     if framework == "torch":
         from expertwire.interop.torch_arrays import TorchAdapter
 
-        return TorchAdapter()
-    return refuse("framework", repr(framework), 'must be "numpy" or "torch"')
+        return TorchAdapter(device)
+    if framework == "numpy" and device == "cpu":
+        from expertwire.interop.numpy_arrays import NumpyAdapter
+
+        return NumpyAdapter()
+    if framework == "cupy" and device != "cpu":
+        from expertwire.interop.cupy_arrays import CupyAdapter
+
+        return CupyAdapter(device)
+    names = '"numpy" or "torch"' if device == "cpu" else '"torch" or "cupy"'
+    return refuse("framework", repr(framework), f"must be {names} on {device}, where this communicator runs")
+
+
+def _is_a(array: Array, module: str, name: str) -> bool:
+    framework = sys.modules.get(module)
+    return framework is not None and isinstance(array, getattr(framework, name))

@@ -42,7 +42,7 @@ class NumpyAdapter(ArrayAdapter):
             check(self._facts(array), name, dtype, shape, writable)
         return buffer_address(array)
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: str, stream: int | None = None) -> Array:  # noqa: ARG002
         """A new array."""
         return np.empty(shape, DTYPES[dtype])
 

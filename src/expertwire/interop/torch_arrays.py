@@ -1,11 +1,10 @@
-"""torch tensors in CPU memory. The only module of the package, the torch group aside, that imports torch."""
+"""torch tensors, on the CPU and on CUDA. The only module of the package, the torch group aside, that imports torch."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from expertwire.interop.arrays import ITEM_BYTES, ArrayAdapter, ArrayFacts, check
+from expertwire.interop.arrays import ITEM_BYTES, ArrayAdapter, ArrayFacts, check, num_bytes
 from expertwire.types import Array
 
 DTYPES = {
@@ -23,6 +22,10 @@ class TorchAdapter(ArrayAdapter):
 
     framework = "torch"
 
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self._device = torch.device(device)
+
     def shape(self, array: Array) -> tuple[int, ...]:
         """Sizes; a ``torch.Size`` is a tuple."""
         shape: tuple[int, ...] = array.shape
@@ -34,32 +37,43 @@ class TorchAdapter(ArrayAdapter):
 
     def address(self, array: Array, name: str, dtype: str, shape: tuple[int, ...], writable: bool = False) -> int:
         """See ArrayAdapter."""
-        good = array.is_cpu and array.dtype is DTYPES[dtype] and array.shape == shape and array.is_contiguous()
+        good = array.dtype is DTYPES[dtype] and array.shape == shape and array.device == self._device
+        good = good and array.is_contiguous()
         address: int = array.data_ptr() if good else 1
         if address % ITEM_BYTES[dtype]:
             facts = self._facts(array)
-            check(facts, name, dtype, shape, writable)
+            check(facts, name, dtype, shape, writable, self.device)
             address = facts.address
         return address
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new tensor."""
-        return torch.empty(shape, dtype=DTYPES[dtype])
+    def empty(self, shape: tuple[int, ...], dtype: str, stream: int | None = None) -> Array:
+        """A new tensor. Its memory belongs to the stream, so that nothing earlier on another one still uses it."""
+        if stream is None:
+            return torch.empty(shape, dtype=DTYPES[dtype], device=self._device)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)):
+            return torch.empty(shape, dtype=DTYPES[dtype], device=self._device)
 
     def over(self, memory: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        """A tensor over ``memory``. NumPy knows no bfloat16 that torch would take, hence the way through bytes."""
-        if memory.size == 0:
+        """A tensor over ``memory``. Neither way in knows bfloat16 or FP8, hence the one through bytes."""
+        if num_bytes(shape, dtype) == 0:
             return self.empty(shape, dtype)
-        return torch.from_numpy(memory.view(np.uint8)).view(DTYPES[dtype]).view(shape)
+        on_cpu = self.device == "cpu"
+        of_bytes = torch.from_numpy(memory) if on_cpu else torch.as_tensor(memory, device=self._device)
+        return of_bytes.view(DTYPES[dtype]).view(shape)
+
+    def current_stream(self) -> int:
+        """See ArrayAdapter. The public ``torch.cuda.current_stream`` makes an object first, which takes longer."""
+        address: int = torch._C._cuda_getCurrentRawStream(self._device.index)
+        return address
 
     def _facts(self, array: Array) -> ArrayFacts:
         strided = array.layout is torch.strided
-        on_cpu = array.device.type == "cpu"
+        device = str(array.device)
         return ArrayFacts(
             dtype=self.dtype(array),
             shape=tuple(array.shape),
-            device="cpu" if on_cpu else str(array.device),
+            device=device,
             contiguous=strided and array.is_contiguous(),
             writable=True,
-            address=array.data_ptr() if strided and on_cpu else 0,
+            address=array.data_ptr() if strided and device == self.device else 0,
         )

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from expertwire.bench.machine import describe_machine, describe_versions
 from expertwire.errors import InvalidArgumentError
+from expertwire.machine import describe_machine, describe_versions
 from expertwire.run.job import JobResult, run_job
 from expertwire.run.plan import JobConfig
 from expertwire.run.report import BarProgress, LineProgress, as_json, show
 from expertwire.run.text import TokenizedText, read_text
-from expertwire.run.trace import RoutingTrace, TraceInfo, save_trace
+from expertwire.trace import RoutingTrace, TraceInfo, save_trace
 
 _WIDTH_WITHOUT_TERMINAL = 120
 
@@ -63,18 +63,24 @@ def execute(request: Request) -> bool:
     console.print(_headline(config, text), markup=False, soft_wrap=True)
     progress = BarProgress(console) if console.is_terminal else LineProgress(console)
     result = run_job(config, text.ids, progress, request.check)
-    show(console, config, result)
+    try:
+        _save(request, text, result)
+    finally:  # a full disk does not cost the report, nor a closed terminal the files
+        show(console, config, result)
+    return result.difference is None
+
+
+def _save(request: Request, text: TokenizedText, result: JobResult) -> None:
     if request.trace_file is not None:
-        save_trace(request.trace_file, _trace(config, text, result))
+        save_trace(request.trace_file, _trace(request.config, text, result))
     if request.json_file is not None:
         numbers = {
             "command": ["expertwire", *sys.argv[1:]],
             "machine": describe_machine(),
             "versions": describe_versions(),
-            **as_json(config, text, result),
+            **as_json(request.config, text, result),
         }
         request.json_file.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    return result.difference is None
 
 
 def _headline(config: JobConfig, text: TokenizedText) -> str:

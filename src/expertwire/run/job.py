@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 import expertwire as ew
+from expertwire.progress import watched
 from expertwire.run.board import CHECKS, RANKS, Difference, create_board
 from expertwire.run.plan import JobConfig
 from expertwire.run.worker import RankSummary, check_steps, run_rank
@@ -31,7 +31,6 @@ ONE_BLAS_THREAD = (
     "BLIS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-_POLL_SECONDS = 0.1
 
 
 class Progress(Protocol):
@@ -95,11 +94,11 @@ def run_job(config: JobConfig, token_ids: npt.NDArray[np.int32], progress: Progr
     with tempfile.TemporaryDirectory(prefix="expertwire-run-") as name, _one_blas_thread():
         folder = Path(name)
         board = create_board(folder, config, token_ids, num_checks)
-        with _watched(progress, f"{config.num_ranks} ranks", num_tokens, board.done[RANKS]):
+        with _phase(progress, f"{config.num_ranks} ranks", num_tokens, board.done[RANKS]):
             ranks = ew.spawn(run_rank, config.num_ranks, folder, config)
         if check:
             start = time.perf_counter()
-            with _watched(progress, "reference", num_tokens, board.done[CHECKS]):
+            with _phase(progress, "reference", num_tokens, board.done[CHECKS]):
                 found = ew.spawn(check_steps, num_checks, folder, config)
             check_seconds = time.perf_counter() - start
             difference = min(filter(None, found), key=lambda one: (one.step, one.layer, one.token), default=None)
@@ -131,21 +130,11 @@ def _one_blas_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(progress: Progress, phase: str, num_tokens: int, done: npt.NDArray[Any]) -> Iterator[None]:
+def _phase(progress: Progress, name: str, num_tokens: int, done: npt.NDArray[np.int64]) -> Iterator[None]:
     """Reports the sum of ``done``, which other processes count up, until the block is left."""
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_POLL_SECONDS):
-            progress.update(int(done.sum()))
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    progress.begin(phase, num_tokens)
-    watcher.start()
+    progress.begin(name, num_tokens)
     try:
-        yield
+        with watched(lambda: int(done.sum()), progress.update):
+            yield
     finally:
-        over.set()
-        watcher.join()
-        progress.update(int(done.sum()))
         progress.end()

@@ -64,15 +64,6 @@ class JobConfig:
         """Most rows an expert receives in one step."""
         return self.num_ranks * self.max_tokens_per_rank
 
-    @property
-    def combine_shape(self) -> tuple[int, ...]:
-        """Shape of what one rank gives to combine."""
-        if self.layout is DispatchLayout.EXPERT_MAJOR:
-            return (self.model.num_experts // self.num_ranks, self.max_rows, self.model.hidden_size)
-        if self.combine_mode is CombineMode.DIRECT_SEND:
-            return (self.max_rows, self.model.num_topk, self.model.hidden_size)
-        return (self.max_rows, self.model.hidden_size)
-
     def schedule(self, num_tokens: int) -> Schedule:
         """Returns who works on which tokens of a text of ``num_tokens``."""
         return Schedule(num_tokens, self.num_ranks, self.max_tokens_per_rank)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertwire import reference
+from expertwire.lanes import lane_shapes
 from expertwire.run.board import CHECKS, RANKS, Board, Difference, LayerRecord, Numpy, open_board
 from expertwire.run.experts import ExpertShare
 from expertwire.run.model import BF16, Model, Routing
@@ -100,7 +101,8 @@ class ReferenceModel:
         self._shares = [
             ExpertShare(self._model, config.experts(rank), self._settings) for rank in range(config.num_ranks)
         ]
-        self._results = [np.zeros(config.combine_shape, BF16) for _ in self._shares]
+        shape = lane_shapes(self._settings, config.num_ranks, len(config.experts(0))).expert_output
+        self._results = [np.zeros(shape, BF16) for _ in self._shares]
 
     def check_step(self, board: Board, step: int, schedule: Schedule) -> Difference | None:
         """Runs one step and holds routing and states of every layer against the board."""

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from expertwire import reference
 from expertwire.bench.adapters.base import Adapter, RankContext
 from expertwire.bench.inputs import Observation, rank_input, row_digests
-from expertwire.bench.machine import usable_cores
 from expertwire.bench.schema import Problem
 from expertwire.errors import PeerLostError
+from expertwire.machine import usable_cores
 from expertwire.reference import BF16, RankInput
 from expertwire.types import DispatchDataType
 

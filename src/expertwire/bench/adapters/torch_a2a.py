@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from expertwire import reference
 from expertwire.bench.adapters.base import Adapter, RankContext
 from expertwire.bench.inputs import Observation, expert_rows, first_difference, reference_observations, row_digests
-from expertwire.bench.machine import usable_cores
 from expertwire.bench.schema import Problem, Settings
+from expertwire.machine import usable_cores
 from expertwire.reference import BF16, RankInput
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 

@@ -14,6 +14,7 @@
 
 namespace expertwire {
 
+constexpr i32 kMaxTopk = 32;           // experts that a token may choose
 constexpr i32 kScaleBlock = 128;       // hidden elements that share one FP8 scale
 constexpr u64 kRegionAlignment = 128;  // every region starts a line pair of its own, so that no two ranks share a line
 constexpr i32 kNumBuffers = 2;         // used in turn; docs/protocol.md says why two suffice

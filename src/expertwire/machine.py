@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ def describe_machine() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "logical_cpus": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "kernel": f"{platform.system()} {platform.release()}",
+        "kernel": f"{platform.system()} {_kernel_release()}",
         "load_average_1min": round(os.getloadavg()[0], 2),
     }
 
@@ -32,6 +33,12 @@ def describe_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that take part, as far as they are installed."""
     found = {package: _version(package) for package in ("expertwire", "numpy", "ml_dtypes", "torch")}
     return {"python": sys.version.split()[0], **{package: version for package, version in found.items() if version}}
+
+
+def _kernel_release() -> str:
+    """Return major.minor.patch; what distributions and hosts append says nothing about speed."""
+    found = re.match(r"\d+(\.\d+){0,2}", platform.release())
+    return found[0] if found else ""
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,283 @@
+#include "backend/cuda/jit.hpp"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <charconv>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string_view>
+#include <system_error>
+#include <vector>
+
+#include "backend/cuda/driver.hpp"
+#include "backend/cuda/embedded_kernels.hpp"
+#include "base/env.hpp"
+#include "expertwire/error.hpp"
+#include "expertwire/version.hpp"
+
+namespace expertwire::cuda {
+namespace {
+
+constexpr std::string_view kSchema = "expertwire kernels 1";
+constexpr int kOldestArchitecture = 80;
+// Sums are part of the contract: no contraction to fused multiply-add. The log tells registers and spills.
+constexpr const char* kOptions[] = {"--std=c++20", "-fmad=false", "-lineinfo", "--ptxas-options=-v"};
+
+// FNV-1a of 128 bits: names entries and finds damaged ones; it keeps nobody out.
+class Digest {
+ public:
+  // Every part ends with its length, so that ("a", "bc") differs from ("ab", "c").
+  Digest& add(std::string_view part) {
+    mix(part);
+    mix(std::to_string(part.size()));
+    return *this;
+  }
+
+  std::string to_string() const {
+    std::string text;
+    for (int shift = 124; shift >= 0; shift -= 4)
+      text += "0123456789abcdef"[static_cast<unsigned>(state_ >> shift) & 15];
+    return text;
+  }
+
+ private:
+  using Word = unsigned __int128;
+  static constexpr Word kPrime = (Word{1} << 88) + 0x13b;
+
+  void mix(std::string_view bytes) {
+    for (const char byte : bytes) state_ = (state_ ^ static_cast<unsigned char>(byte)) * kPrime;
+  }
+
+  Word state_ = (Word{0x6c62272e07bb0142} << 64) + 0x62b821756295c58d;
+};
+
+void note(const std::string& text) {
+  if (env().log == "info") std::fprintf(stderr, "expertwire: %s\n", text.c_str());
+}
+
+// The entries are files of one folder. A reader sees a whole entry or none; a damaged one counts as none.
+class KernelCache {
+ public:
+  explicit KernelCache(const std::string& key) : key_(key) {
+    if (!env().cache_dir.empty()) path_ = std::filesystem::path(env().cache_dir) / (key + ".kernels");
+  }
+
+  std::optional<KernelImage> load() const {
+    std::ifstream file(path_, std::ios::binary);
+    std::string schema, checksum;
+    std::size_t log_bytes = 0, cubin_bytes = 0;
+    if (!file || !std::getline(file, schema) || schema != kSchema) return std::nullopt;
+    if (!(file >> checksum >> log_bytes >> cubin_bytes) || file.get() != '\n') return std::nullopt;
+    std::ostringstream rest;
+    rest << file.rdbuf();
+    const std::string bytes = rest.str();
+    if (log_bytes > bytes.size() || cubin_bytes != bytes.size() - log_bytes) return std::nullopt;
+    KernelImage image{bytes.substr(log_bytes), bytes.substr(0, log_bytes), {}, true};
+    if (checksum != this->checksum(image)) return std::nullopt;
+    return image;
+  }
+
+  void store(const KernelImage& image) const {
+    if (path_.empty()) return;
+    std::error_code error;
+    std::filesystem::create_directories(path_.parent_path(), error);
+    // Written aside under a name of this call's own and renamed: whoever comes last wins with the same content.
+    static std::atomic<unsigned> calls{0};
+    const std::filesystem::path aside =
+        path_.string() + "." + std::to_string(getpid()) + "." + std::to_string(calls.fetch_add(1)) + ".tmp";
+    std::ofstream file(aside, std::ios::binary);
+    file << kSchema << '\n'
+         << checksum(image) << ' ' << image.log.size() << ' ' << image.cubin.size() << '\n'
+         << image.log << image.cubin;
+    file.close();
+    const bool is_written = !file.fail();
+    if (is_written) std::filesystem::rename(aside, path_, error);
+    if (is_written && !error) return;
+    note("compiled kernels could not be kept in " + path_.parent_path().string());
+    std::filesystem::remove(aside, error);
+  }
+
+ private:
+  // Of the key too, so that an entry under another's name is no entry.
+  std::string checksum(const KernelImage& image) const {
+    return Digest().add(key_).add(image.log).add(image.cubin).to_string();
+  }
+
+  std::string key_;
+  std::filesystem::path path_;  // empty: there is no folder to keep anything in
+};
+
+// A program of NVRTC and the results it holds.
+class Program {
+ public:
+  Program(const Nvrtc& nvrtc, const std::string& source) : nvrtc_(nvrtc) {
+    std::vector<const char*> names, texts;
+    for (const EmbeddedHeader& header : embedded_headers()) {
+      names.push_back(header.name);
+      texts.push_back(header.text);
+    }
+    require(nvrtc_.nvrtcCreateProgram(&program_, source.c_str(), "expertwire.cu", static_cast<int>(names.size()),
+                                      texts.data(), names.data()),
+            "nvrtcCreateProgram");
+  }
+  ~Program() { nvrtc_.nvrtcDestroyProgram(&program_); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void compile(const std::string& architecture) {
+    const std::string target = "--gpu-architecture=" + architecture;
+    std::vector<const char*> options(std::begin(kOptions), std::end(kOptions));
+    options.push_back(target.c_str());
+    const nvrtcResult result = nvrtc_.nvrtcCompileProgram(program_, static_cast<int>(options.size()), options.data());
+    if (result == 0) return;
+    throw Error(ErrorCode::Backend, "kernels do not compile for " + architecture + ": " +
+                                        nvrtc_.nvrtcGetErrorString(result) + "\n" + log());
+  }
+
+  std::string log() const {
+    std::size_t bytes = 0;
+    require(nvrtc_.nvrtcGetProgramLogSize(program_, &bytes), "nvrtcGetProgramLogSize");
+    std::string text(bytes, '\0');
+    require(nvrtc_.nvrtcGetProgramLog(program_, text.data()), "nvrtcGetProgramLog");
+    while (!text.empty() && text.back() == '\0') text.pop_back();
+    return text;
+  }
+
+  std::string cubin() const {
+    std::size_t bytes = 0;
+    require(nvrtc_.nvrtcGetCUBINSize(program_, &bytes), "nvrtcGetCUBINSize");
+    std::string image(bytes, '\0');
+    require(nvrtc_.nvrtcGetCUBIN(program_, image.data()), "nvrtcGetCUBIN");
+    return image;
+  }
+
+ private:
+  void require(nvrtcResult result, const char* call) const {
+    if (result != 0) throw Error(ErrorCode::Backend, std::string(call) + ": " + nvrtc_.nvrtcGetErrorString(result));
+  }
+
+  const Nvrtc& nvrtc_;
+  nvrtcProgram program_ = nullptr;
+};
+
+Error wrong_architecture(ErrorCode code, const std::string& architecture, const std::string& why) {
+  return Error(code, "architecture = \"" + architecture + "\": " + why);
+}
+
+std::string version_text(const Nvrtc& nvrtc) {
+  int major = 0, minor = 0;
+  nvrtc.nvrtcVersion(&major, &minor);
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+void check_compiler_knows(const Nvrtc& nvrtc, int wanted, const std::string& architecture) {
+  int count = 0;
+  nvrtc.nvrtcGetNumSupportedArchs(&count);
+  std::vector<int> known(static_cast<std::size_t>(count));
+  nvrtc.nvrtcGetSupportedArchs(known.data());
+  std::string list;
+  for (const int number : known) {
+    if (number == wanted) return;
+    list += " sm_" + std::to_string(number);
+  }
+  throw wrong_architecture(ErrorCode::Unsupported, architecture,
+                           "NVRTC " + version_text(nvrtc) + " compiles for" + list);
+}
+
+KernelImage compile(const Nvrtc& nvrtc, const std::string& source, const std::string& architecture) {
+  const auto start = std::chrono::steady_clock::now();
+  Program program(nvrtc, source);
+  program.compile(architecture);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  note("kernels compiled for " + architecture + " with NVRTC " + version_text(nvrtc) + " in " +
+       std::to_string(elapsed.count()) + " s");
+  return {program.cubin(), program.log(), {}, false};
+}
+
+// Everything that the result depends on.
+std::string cache_key(const std::string& source, const std::string& architecture, const std::string& compiler) {
+  Digest digest;
+  digest.add(kSchema).add(kVersion).add(compiler).add(architecture).add(source);
+  for (const char* option : kOptions) digest.add(option);
+  for (const EmbeddedHeader& header : embedded_headers()) digest.add(header.name).add(header.text);
+  return digest.to_string();
+}
+
+// The number after `mark` in a line; 0 if it is not there.
+int number_before(const std::string& line, std::string_view mark) {
+  const std::size_t end = line.find(mark);
+  if (end == std::string::npos) return 0;
+  std::size_t begin = end;
+  while (begin > 0 && line[begin - 1] >= '0' && line[begin - 1] <= '9') --begin;
+  int number = 0;
+  std::from_chars(line.data() + begin, line.data() + end, number);
+  return number;
+}
+
+}  // namespace
+
+int architecture_number(const std::string& architecture) {
+  constexpr std::string_view prefix = "sm_";
+  std::string_view digits = architecture;
+  if (digits.starts_with(prefix)) digits.remove_prefix(prefix.size());
+  if (digits.ends_with('a') || digits.ends_with('f')) digits.remove_suffix(1);
+  int number = 0;
+  const char* end = digits.data() + digits.size();
+  const auto [stop, error] = std::from_chars(digits.data(), end, number);
+  if (!architecture.starts_with(prefix) || error != std::errc() || stop != end || number < 0) {
+    throw wrong_architecture(ErrorCode::InvalidArgument, architecture, "must be such as sm_90a");
+  }
+  if (number < kOldestArchitecture) {
+    throw wrong_architecture(ErrorCode::Unsupported, architecture, "must be sm_80 or newer");
+  }
+  return number;
+}
+
+KernelImage compile_source(const std::string& source, const std::string& architecture) {
+  const int number = architecture_number(architecture);
+  const Nvrtc& compiler = nvrtc();
+  check_compiler_knows(compiler, number, architecture);
+  const KernelCache cache(cache_key(source, architecture, version_text(compiler)));
+  // Ranks that are threads of one process ask for the same kernels at once: one compiles, the others find them kept.
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  std::optional<KernelImage> image = cache.load();
+  if (!image) {
+    image = compile(compiler, source, architecture);
+    cache.store(*image);
+  }
+  image->resources = kernel_resources(image->log);
+  return *image;
+}
+
+KernelImage compile_kernels(const std::string& config_source, const std::string& architecture) {
+  return compile_source(config_source + "\n#include \"dispatch.cuh\"\n#include \"combine.cuh\"\n", architecture);
+}
+
+std::map<std::string, KernelResources> kernel_resources(const std::string& log) {
+  std::map<std::string, KernelResources> result;
+  std::istringstream lines(log);
+  std::string line, kernel;
+  while (std::getline(lines, line)) {
+    const std::string_view mark = "Compiling entry function '";
+    if (const std::size_t at = line.find(mark); at != std::string::npos) {
+      const std::size_t begin = at + mark.size();
+      kernel = line.substr(begin, line.find('\'', begin) - begin);
+    }
+    if (kernel.empty()) continue;
+    KernelResources& found = result[kernel];
+    found.stack_bytes += number_before(line, " bytes stack frame");
+    found.spill_bytes += number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
+    if (const int registers = number_before(line, " registers"); registers != 0) found.registers = registers;
+  }
+  return result;
+}
+
+}  // namespace expertwire::cuda

@@ -1,0 +1,31 @@
+// Processes made by fork: only while this program has one thread, and holds nothing that a child may not inherit.
+#pragma once
+
+#include <sys/types.h>
+
+#include <functional>
+
+#include "check.hpp"
+
+namespace expertwire::test {
+
+// Runs body in a process of its own. wait() is true if it ended well.
+class Process {
+ public:
+  explicit Process(const std::function<void()>& body);
+  bool wait() const;
+  void kill(int signal) const;
+
+ private:
+  pid_t pid_;
+};
+
+// Runs body(0) ... body(num - 1) at once in processes of their own, and fails if one does.
+void check_processes(int num, const std::function<void(int)>& body, const Location& where = Location::current());
+
+// The same for a single one.
+inline void check_process(const std::function<void()>& body, const Location& where = Location::current()) {
+  check_processes(1, [&body](int) { body(); }, where);
+}
+
+}  // namespace expertwire::test

@@ -1,0 +1,210 @@
+// Steps that all ranks take or none, and the exchange of descriptors between threads and between processes.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/collective.hpp"
+#include "base/descriptor_exchange.hpp"
+#include "check.hpp"
+#include "expertwire/bootstrap.hpp"
+#include "process.hpp"
+
+namespace expertwire::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+// A pipe, of which one end is offered to the peers.
+struct Pipe {
+  Pipe() {
+    std::array<int, 2> ends{};
+    check(::pipe(ends.data()) == 0, "pipe");
+    reading = Descriptor(ends[0]);
+    writing = Descriptor(ends[1]);
+  }
+  std::string read() const {
+    std::array<char, 64> text;
+    const ssize_t num_read = ::read(reading.get(), text.data(), text.size());
+    check(num_read >= 0, "read");
+    return std::string(text.data(), static_cast<std::size_t>(num_read));
+  }
+  Descriptor reading;
+  Descriptor writing;
+};
+
+std::string fresh_key() {
+  static int counter = 0;
+  return "exchange-" + std::to_string(::getpid()) + "-" + std::to_string(counter++);
+}
+
+void steps_succeed_together() {
+  const auto bootstraps = make_local_bootstraps(3);
+  run_ranks(3, [&](int rank) {
+    Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(rank)];
+    int num_steps = 0;
+    succeed_together(bootstrap, [&] { ++num_steps; });
+    check_throws(ErrorCode::Unsupported, "rank 1: not here; rank 2: no memory", [&] {
+      succeed_together(bootstrap, [&] {
+        ++num_steps;
+        if (rank == 1) throw Error(ErrorCode::Unsupported, "not here");
+        if (rank == 2) throw std::runtime_error("no memory");
+      });
+    });
+    check_throws(ErrorCode::InvalidArgument, "rank 0: ", [&] {
+      succeed_together(bootstrap, [&] {
+        if (rank == 0) throw Error(ErrorCode::InvalidArgument, "");
+      });
+    });
+    check_equal(num_steps, 2);
+  });
+}
+
+void an_own_error_outlives_the_group() {
+  const auto bootstraps = make_local_bootstraps(2, 0.2);
+  const auto step = [](bool fails) {
+    return [fails] {
+      if (fails) throw Error(ErrorCode::Unsupported, "not here");
+    };
+  };
+  check_throws(ErrorCode::Unsupported, "rank 1: not here", [&] { succeed_together(*bootstraps[1], step(true)); });
+  check_throws(ErrorCode::PeerLost, "rank 0", [&] { succeed_together(*bootstraps[1], step(false)); });
+}
+
+void values_are_gathered_by_rank() {
+  const auto bootstraps = make_local_bootstraps(3);
+  run_ranks(3, [&](int rank) {
+    const auto all = gather_values(*bootstraps[static_cast<std::size_t>(rank)], 10L + rank);
+    check(all == std::vector<long>{10, 11, 12});
+  });
+}
+
+void threads_receive_the_objects_themselves() {
+  const auto bootstraps = make_local_bootstraps(3);
+  std::vector<std::shared_ptr<int>> objects;
+  for (int rank = 0; rank < 3; ++rank) objects.push_back(std::make_shared<int>(rank));
+  run_ranks(3, [&](int rank) {
+    const auto idx = static_cast<std::size_t>(rank);
+    const std::vector<Received> all = exchange_descriptors(*bootstraps[idx], {Descriptor(), objects[idx], 5});
+    for (std::size_t peer = 0; peer < 3; ++peer) {
+      check(all[peer].local == objects[peer], "another object");
+      check(!all[peer].descriptor.valid() && !all[peer].process.valid(), "a descriptor within a process");
+      check_equal(all[peer].bytes, 5U);
+      check(!has_exited(all[peer].process));
+    }
+  });
+}
+
+void processes_receive_duplicates() {
+  const std::string key = fresh_key();
+  check_processes(3, [&](int rank) {
+    const auto bootstrap = make_host_bootstrap(rank, 3, key, 20.0);
+    const Pipe own;
+    const auto object = std::make_shared<int>(rank);
+    const std::vector<Received> all =
+        exchange_descriptors(*bootstrap, {own.writing, object, 100 + static_cast<std::uint64_t>(rank)});
+    for (int peer = 0; peer < 3; ++peer) {
+      const Received& one = all[static_cast<std::size_t>(peer)];
+      check_equal(one.bytes, 100 + static_cast<std::uint64_t>(peer));
+      check(one.local == (peer == rank ? object : nullptr), "an object of another process");
+      check(one.descriptor.valid() == (peer != rank), "descriptors come from others");
+      if (peer == (rank + 1) % 3) check(::write(one.descriptor.get(), "from", 4) == 4 && !has_exited(one.process));
+    }
+    bootstrap->barrier();
+    check_equal(own.read(), std::string("from"));
+    bootstrap->barrier();
+  });
+}
+
+// Leaves this process `room` descriptors to open.
+void limit_descriptors(int room) {
+  int limit = 0;
+  while (::fcntl(limit, F_GETFD) >= 0 || room-- > 0) ++limit;  // the number of the first that it may not open
+  rlimit limits{};
+  check(::getrlimit(RLIMIT_NOFILE, &limits) == 0, "getrlimit");
+  limits.rlim_cur = static_cast<rlim_t>(limit);
+  check(::setrlimit(RLIMIT_NOFILE, &limits) == 0, "setrlimit");
+}
+
+// UBSan opens a pipe for each class whose objects it sees for the first time: they are all seen before the limit is set.
+void rehearse(Bootstrap& bootstrap) {
+  exchange_descriptors(bootstrap, {Pipe().writing, std::make_shared<int>(0), 1});
+  check_throws(ErrorCode::Backend, "rehearsal",
+               [&] { succeed_together(bootstrap, [] { throw Error(ErrorCode::Backend, "rehearsal"); }); });
+}
+
+// A rank holds its listener, a connection, and the peer's descriptor and pidfd; it fails at the first that it has no room
+// for, wherever its peer is by then.
+void a_rank_out_of_descriptors_is_named_at_once() {
+  for (const int room : {0, 1, 2, 3}) {
+    for (const int poor : {0, 1}) {
+      const std::string key = fresh_key();
+      check_processes(2, [&](int rank) {
+        const auto bootstrap = make_host_bootstrap(rank, 2, key, 20.0);
+        const Pipe own;
+        rehearse(*bootstrap);
+        const auto start = std::chrono::steady_clock::now();
+        if (rank == poor) limit_descriptors(room);
+        const Error error = check_throws(ErrorCode::Backend, "rank " + std::to_string(poor) + ": ", [&] {
+          exchange_descriptors(*bootstrap, {own.writing, std::make_shared<int>(0), 1});
+        });
+        const std::string text = error.what();
+        check(text.find("open files") != std::string::npos, text);
+        check(std::chrono::steady_clock::now() - start < 5s, "slow: " + text);
+      });
+    }
+  }
+}
+
+void there_is_room_for_an_exchange() {
+  const std::string key = fresh_key();
+  check_processes(2, [&](int rank) {
+    const auto bootstrap = make_host_bootstrap(rank, 2, key, 20.0);
+    const Pipe own;
+    rehearse(*bootstrap);
+    limit_descriptors(4);
+    const std::vector<Received> all = exchange_descriptors(*bootstrap, {own.writing, std::make_shared<int>(0), 1});
+    check(all[static_cast<std::size_t>(1 - rank)].descriptor.valid(), "nothing received");
+    bootstrap->barrier();
+  });
+}
+
+void deaths_are_seen() {
+  const std::string key = fresh_key();
+  const auto rank_of = [&key](int rank) {
+    const auto bootstrap = make_host_bootstrap(rank, 2, key, 20.0);
+    const Pipe own;
+    const std::vector<Received> all = exchange_descriptors(*bootstrap, {own.writing, std::make_shared<int>(0), 1});
+    check(!has_exited(all[0].process) && !has_exited(all[1].process), "dead too soon");
+    bootstrap->barrier();
+    if (rank == 1) ::kill(::getpid(), SIGKILL);
+    for (int i = 0; i < 1000 && !has_exited(all[1].process); ++i) std::this_thread::sleep_for(10ms);
+    check(has_exited(all[1].process), "the death of rank 1 is not seen");
+  };
+  const Process survivor([&] { rank_of(0); });
+  const Process victim([&] { rank_of(1); });
+  check(!victim.wait(), "the victim was to be killed");
+  check(survivor.wait(), "the survivor failed; its text is above");
+}
+
+}  // namespace
+}  // namespace expertwire::test
+
+int main(int argc, char** argv) {
+  using namespace expertwire::test;
+  return run_tests(argc, argv,
+                   {{"steps_succeed_together", steps_succeed_together},
+                    {"an_own_error_outlives_the_group", an_own_error_outlives_the_group},
+                    {"values_are_gathered_by_rank", values_are_gathered_by_rank},
+                    {"threads_receive_the_objects_themselves", threads_receive_the_objects_themselves},
+                    {"processes_receive_duplicates", processes_receive_duplicates},
+                    {"a_rank_out_of_descriptors_is_named_at_once", a_rank_out_of_descriptors_is_named_at_once},
+                    {"there_is_room_for_an_exchange", there_is_room_for_an_exchange},
+                    {"deaths_are_seen", deaths_are_seen}});
+}

@@ -1,0 +1,94 @@
+"""CUDA as array frameworks see it: which device and stream are current, and memory of a GPU that others may wrap.
+
+None of this calls CUDA. Frameworks are asked if they are loaded, and never loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from expertwire.interop.arrays import refuse
+
+_STREAMS = "must be None, an address, a torch.cuda.Stream, a CuPy stream or an object with __cuda_stream__"
+
+
+class DeviceMemory:
+    """Bytes in the memory of a GPU, offered to array frameworks through ``__cuda_array_interface__``.
+
+    A framework keeps this object for as long as an array over the bytes lives, and this object keeps their owner.
+
+    Attributes:
+        owner: what the memory goes with.
+        address: of the first byte.
+        num_bytes: how many there are.
+    """
+
+    def __init__(self, owner: object, address: int, num_bytes: int) -> None:
+        self.owner = owner
+        self.address = address
+        self.num_bytes = num_bytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3; no stream, since whoever takes the bytes need not wait for anything."""
+        return {
+            "shape": (self.num_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "stream": None,
+            "version": 3,
+        }
+
+
+def current_device() -> int:
+    """Index of the device that torch works on in this thread, if it has begun to, else CuPy's, else 0."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and cupy.cuda.is_available():
+        return int(cupy.cuda.runtime.getDevice())
+    return 0
+
+
+def stream_address(stream: object, device: str) -> int:
+    """Address of a stream of ``device``.
+
+    Raises:
+        InvalidArgumentError: it is no stream, or one of another device.
+    """
+    where = _device_of(stream)
+    if where not in ("", device):
+        refuse("stream", f"{type(stream).__name__} of {where}", f"must be of {device}, where this communicator runs")
+    address = _address_of(stream)
+    if not isinstance(address, int) or isinstance(address, bool):
+        refuse("stream", f"{type(stream).__name__} object", _STREAMS)
+    if address < 0:
+        refuse("stream", str(address), _STREAMS)
+    return address
+
+
+def _address_of(stream: Any) -> object:
+    if isinstance(stream, int):
+        return stream
+    if _is_of(stream, "torch"):
+        return getattr(stream, "cuda_stream", None)
+    protocol = None if isinstance(stream, type) else getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        pair = protocol() if callable(protocol) else protocol  # (version of the protocol, address)
+        return pair[1]
+    return stream.ptr if _is_of(stream, "cupy") and hasattr(stream, "device_id") else None
+
+
+def _device_of(stream: Any) -> str:
+    """``"cuda:3"``, or nothing where a stream does not say."""
+    if _is_of(stream, "torch"):
+        return str(getattr(stream, "device", ""))
+    index = getattr(stream, "device_id", -1) if _is_of(stream, "cupy") else -1
+    return f"cuda:{index}" if index >= 0 else ""
+
+
+def _is_of(thing: object, module: str) -> bool:
+    return type(thing).__module__.partition(".")[0] == module

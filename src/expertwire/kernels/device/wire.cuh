@@ -1,0 +1,186 @@
+// Words on the wire: which constants a kernel was compiled for, sentinels, bounded polls, and the walk over work.
+//
+// `config` is made by the host for one communicator:
+//   kHiddenSize kNumExperts kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight kFirstExpert[kNumRanks + 1]
+//   kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kColumnScales kInvalidId
+//   kNumThreads kBlocksPerSm kGather kInFlight
+#pragma once
+
+#include "../shared/kernel_params.cuh"
+#include "ptx.cuh"
+
+namespace expertwire {
+
+constexpr Shape kShape{config::kNumRanks, config::kNumExperts, config::kMaxLocalExperts, config::kHiddenSize,
+                       config::kNumTopk,  config::kMaxTokens,  config::kMaxInFlight,     config::kFp8,
+                       config::kUe8m0,    config::kDirectSend};
+constexpr InboxLayout kInbox = make_inbox_layout(kShape);
+constexpr LaneStateLayout kState = make_lane_state_layout(kShape);
+constexpr i32 kRanks = config::kNumRanks, kTopk = config::kNumTopk, kTopkPadded = padded_topk(kShape),
+              kMaxTokens = config::kMaxTokens;
+constexpr i32 kNumWarps = config::kNumThreads / 32;
+constexpr i32 kSourceRows = kRanks * kMaxTokens;
+constexpr i32 kTags = num_tags(kShape);
+constexpr i32 kTagWords = kMaxTokens * kTags, kWeightWords = kMaxTokens * kTopkPadded;  // of one source
+constexpr i32 kCountWords = config::kMaxLocalExperts + 1,
+              kRowCount = config::kMaxLocalExperts;  // rows for each expert, for the rank
+constexpr u32 kWeightsComeLate = 0x80000000u;  // with a row count: none were given to dispatch, combine may bring them
+constexpr u32 kAllLanes = 0xFFFFFFFFu;
+
+static_assert(kTopk <= 32, "a lane for each selection");
+
+__device__ inline i32 lane_idx() { return static_cast<i32>(threadIdx.x) & 31; }
+__device__ inline i32 warp_idx() { return static_cast<i32>(threadIdx.x) >> 5; }
+// Consecutive items go to different SMs: one token uses as many as it has pieces.
+__device__ inline i32 grid_warp() { return warp_idx() * static_cast<i32>(gridDim.x) + static_cast<i32>(blockIdx.x); }
+__device__ inline i32 grid_warps() { return kNumWarps * static_cast<i32>(gridDim.x); }
+
+__device__ inline i32 grid_thread() {
+  return static_cast<i32>(blockIdx.x) * config::kNumThreads + static_cast<i32>(threadIdx.x);
+}
+__device__ inline i32 grid_threads() { return static_cast<i32>(gridDim.x) * config::kNumThreads; }
+// The same warps in another order for each of `parts` lists of work: short lists fall on different warps.
+__device__ inline i32 grid_warp_of_part(i32 part, i32 parts) {
+  const i32 warp = grid_warp() - part * (grid_warps() / parts);
+  return warp < 0 ? warp + grid_warps() : warp;
+}
+
+__device__ inline i32 rank_of_expert(i32 expert) {  // -1 for none
+  if (expert < 0) return -1;
+  if constexpr (config::kEvenExperts) return expert / config::kMaxLocalExperts;
+  i32 rank = 0;
+#pragma unroll
+  for (i32 r = 1; r < kRanks; ++r) rank += expert >= config::kFirstExpert[r] ? 1 : 0;
+  return rank;
+}
+
+template <typename T>
+__device__ inline T* at(u8* base, u64 offset) {
+  return reinterpret_cast<T*>(base + offset);
+}
+
+struct Buffers {  // which buffers an epoch uses
+  u32 epoch;
+  u32 row;
+  u32 route;
+  __device__ explicit Buffers(u32 e) : epoch(e), row(e % kNumRowBuffers), route(e % kNumRouteBuffers) {}
+};
+
+__device__ inline u64* dispatch_packet(u8* inbox, const Buffers& b, i32 source) {
+  return at<u64>(inbox, kInbox.dispatch_packets) + b.row * kRanks + source;
+}
+__device__ inline u64* combine_packet(u8* inbox, const Buffers& b, i32 source) {
+  return at<u64>(inbox, kInbox.combine_packets) + b.row * kRanks + source;
+}
+__device__ inline u64* count_packet(u8* inbox, const Buffers& b, i32 source, i32 local) {
+  return at<u64>(inbox, kInbox.count_packets) + (b.row * kRanks + source) * kCountWords + local;
+}
+__device__ inline u32* row_tags(u8* inbox, u32 buffer, i32 source, i32 row) {
+  return at<u32>(inbox, kInbox.row_tags) + (static_cast<u64>(buffer) * kRanks + source) * kTagWords + row * kTags;
+}
+__device__ inline u32* weight_words(u8* inbox, u64 region, u32 buffer, i32 source, i32 row) {
+  return at<u32>(inbox, region) + (static_cast<u64>(buffer) * kRanks + source) * kWeightWords + row * kTopkPadded;
+}
+__device__ inline u8* dispatch_row(u8* inbox, const Buffers& b, i32 source, i32 row) {
+  return inbox + kInbox.dispatch_rows + b.row * kInbox.dispatch_buffer_bytes +
+         (static_cast<u64>(source) * kMaxTokens + static_cast<u64>(row)) * kInbox.row.row_bytes;
+}
+// Reduced rows by (rank that reduced, token); direct rows by (token, k).
+__device__ inline Word* combine_row(u8* inbox, const Buffers& b, u64 row) {
+  return at<Word>(inbox, kInbox.combine_rows + b.row * kInbox.combine_buffer_bytes + row * (config::kHiddenSize * 2));
+}
+
+// A data word may not look like "not arrived". `instead` is another NaN of the format.
+template <u32 instead>
+__device__ inline Word avoid_sentinel(Word v) {
+  v.x = v.x == kSentinel ? instead : v.x;
+  v.y = v.y == kSentinel ? instead : v.y;
+  v.z = v.z == kSentinel ? instead : v.z;
+  v.w = v.w == kSentinel ? instead : v.w;
+  return v;
+}
+constexpr u32 kNanBf16Pair = 0x7FFF7FFFu, kNanE4m3Quad = 0x7F7F7F7Fu, kNanFloat = 0x7FC00000u;
+__device__ inline bool has_arrived(Word v) {
+  return v.x != kSentinel && v.y != kSentinel && v.z != kSentinel && v.w != kSentinel;
+}
+__device__ inline Word sentinel_word() { return Word{kSentinel, kSentinel, kSentinel, kSentinel}; }
+
+struct Loss {
+  i32 rank, peer, operation;
+  u32 epoch, seen;
+};
+
+// By value and out of line: what waits stays in registers.
+__device__ __noinline__ void report_loss(const WaitParams params, const Loss loss) {
+  if (atomicCAS(params.abort, 0u, 1u) != 0u) return;
+  LossReport* out = params.report;
+  out->rank = loss.rank;
+  out->peer = loss.peer;
+  out->operation = loss.operation;
+  out->epoch = loss.epoch;
+  out->seen = loss.seen;
+  __threadfence_system();
+  *reinterpret_cast<volatile u32*>(&out->set) = 1u;
+  __threadfence_system();
+}
+
+// The slow path of every poll: looks at the clock and at the abort word now and then. A wait that expires is reported once
+// and ends the communicator: all later waits end at once.
+class Wait {
+ public:
+  // `ended`: the communicator is over already; no poll waits, and the kernel ends as after a time-out.
+  __device__ Wait(const WaitParams& params, i32 rank, i32 operation, u32 epoch, bool ended)
+      : params_(params), rank_(rank), operation_(operation), epoch_(epoch), failed_(ended) {}
+
+  // Called after each failed poll; true: give up.
+  __device__ bool expired(i32 peer, u32 seen) {
+    if (failed_) return true;
+    if ((++polls_ & 127u) != 0) return false;
+    const u64 now = global_nanoseconds();
+    if (start_ == 0) start_ = now;
+    if (load_relaxed_sys(params_.abort) == 0) {
+      if (now - start_ < params_.timeout_ns) return false;
+      report_loss(params_, Loss{rank_, peer, operation_, epoch_, seen});
+    }
+    failed_ = true;
+    return true;
+  }
+  __device__ bool failed() const { return failed_; }
+
+ private:
+  const WaitParams& params_;
+  i32 rank_, operation_;
+  u32 epoch_;
+  u32 polls_ = 0;
+  u64 start_ = 0;
+  bool failed_;
+};
+
+__device__ inline Word poll(const Word* address, Word first, i32 peer, Wait& wait) {
+  while (!has_arrived(first)) {
+    if (wait.expired(peer, kSentinel)) return Word{0, 0, 0, 0};
+    first = load_relaxed_sys(address);
+  }
+  return first;
+}
+
+__device__ inline u32 poll(const u32* address, i32 peer, Wait& wait) {
+  u32 v = load_relaxed_sys(address);
+  while (v == kSentinel) {
+    if (wait.expired(peer, v)) return 0;
+    v = load_relaxed_sys(address);
+  }
+  return v;
+}
+
+// A packet: epoch in the upper half, data in the lower. The data of a lost peer reads as 0.
+__device__ inline u32 poll_packet(const u64* address, u32 epoch, i32 peer, Wait& wait) {
+  u64 v = load_relaxed_sys(address);
+  while (static_cast<u32>(v >> 32) != epoch) {
+    if (wait.expired(peer, static_cast<u32>(v >> 32))) return 0;
+    v = load_relaxed_sys(address);
+  }
+  return static_cast<u32>(v);
+}
+
+}  // namespace expertwire

@@ -1,0 +1,70 @@
+"""Compiling CUDA kernels ahead of time, so that the first communicator of a shape finds them in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from expertwire import _core
+from expertwire.bench.schema import Problem
+from expertwire.config import to_core
+from expertwire.nvrtc import use_installed_nvrtc
+from expertwire.types import MoECommunicatorConfig
+
+
+@dataclass(frozen=True)
+class Precompiled:
+    """What the kernels of one communicator came to.
+
+    Attributes:
+        problem: the shape.
+        architecture: such as ``"sm_90"``.
+        num_compiled: compilations that were made now; the others lay in the cache.
+        num_images: compilations that the communicator loads.
+        registers: most that a thread of a kernel takes.
+        spill_bytes: most that a thread of a kernel spills.
+    """
+
+    problem: Problem
+    architecture: str
+    num_compiled: int
+    num_images: int
+    registers: int
+    spill_bytes: int
+
+    def __str__(self) -> str:
+        kept = self.num_images - self.num_compiled
+        return (
+            f"{self.architecture}  {self.problem.shape()}: {self.num_compiled} compiled, {kept} in the cache; "
+            f"at most {self.registers} registers, {self.spill_bytes} bytes spilled"
+        )
+
+
+def precompile(config: MoECommunicatorConfig, num_ranks: int, architecture: str) -> list[_core.KernelImage]:
+    """Compiles all kernels that a communicator loads on GPUs of ``architecture``, or takes them from the cache.
+
+    Needs no GPU. ``config.device`` does not count.
+
+    Raises:
+        InvalidArgumentError: a field of ``config`` or ``architecture`` is wrong.
+        UnsupportedError: what the architecture or this version cannot do; or there is no NVRTC.
+        BackendError: the kernels do not compile.
+    """
+    use_installed_nvrtc()
+    return _core.precompile_kernels(to_core(replace(config, device="cuda:0"), "cuda"), num_ranks, architecture)
+
+
+def precompile_all(problems: list[Problem], architectures: list[str]) -> Iterator[Precompiled]:
+    """Yields one result for each shape and architecture as it is there. Raises what :func:`precompile` raises."""
+    for problem in problems:
+        for architecture in architectures:
+            images = precompile(problem.config(), problem.num_ranks, architecture)
+            kernels = [kernel for image in images for kernel in image.resources.values()]
+            yield Precompiled(
+                problem,
+                architecture,
+                sum(not image.from_cache for image in images),
+                len(images),
+                max(kernel.registers for kernel in kernels),
+                max(kernel.spill_bytes for kernel in kernels),
+            )

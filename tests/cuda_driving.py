@@ -1,0 +1,147 @@
+"""Drives cases on CUDA: arrays to a GPU and back, one rank's part, and ranks as threads that share one or more GPUs.
+
+Ranks that share a GPU wait for each other inside their kernels. So nothing here launches a kernel of torch's, whose
+first launch may wait for the whole device: arrays are copied, and the experts answer on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import expertwire as ew
+from bits import assert_memory_order
+from cases import QUANTS, WAYS, Case, way_name
+from driving import POISON_BYTE, Received, assert_received, copy_output, expected_of_case, expert_output, local_experts
+from driving import steps_of_case as steps_of_case_with
+from expertwire.reference import BF16, FP8, RankInput
+from expertwire.types import QuantConfig
+
+torch = pytest.importorskip("torch")
+
+_AS_BYTES = {BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
+_FROM_BYTES = {theirs: ours for ours, theirs in _AS_BYTES.items()}
+EVERY_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way_name(*way))
+EVERY_PAYLOAD = pytest.mark.parametrize(
+    "quant", [QuantConfig(), QUANTS["float32"], QUANTS["ue8m0-column"]], ids=["bf16", "fp8", "ue8m0"]
+)
+#: Virtual ranks take one such part of the multiprocessors, so that all their kernels can run at once.
+_PARTS = 2
+
+
+def to_device(array: np.ndarray | None, device: str) -> Any:
+    """Return a tensor with the elements of a NumPy array, whose dtype may be one of ml_dtypes."""
+    if array is None:
+        return None
+    dtype = _AS_BYTES.get(array.dtype)
+    if dtype is None:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).to(device).view(dtype)
+
+
+def to_host(tensor: Any) -> np.ndarray:
+    """Return a NumPy array with the elements of a tensor, in the same memory order."""
+    if not tensor.is_contiguous():
+        turned = tensor.swapaxes(-1, -2)
+        assert turned.is_contiguous()
+        return to_host(turned).swapaxes(-1, -2)
+    dtype = _FROM_BYTES.get(tensor.dtype)
+    if dtype is None:
+        return np.asarray(tensor.cpu().numpy())
+    return np.asarray(tensor.view(torch.uint8).cpu().numpy().view(dtype))
+
+
+def poison(tensor: Any) -> Any:
+    of_bytes = tensor.view(torch.uint8)
+    of_bytes.copy_(torch.full(of_bytes.shape, POISON_BYTE, dtype=torch.uint8))
+    return tensor
+
+
+def dispatch(comm: ew.MoECommunicator, given: RankInput) -> tuple[ew.DispatchOutput, Any]:
+    """Dispatch into a poisoned buffer."""
+    device = comm.config.device
+    poison(comm.get_dispatch_output_buffer("torch"))
+    scales = to_device(given.block_scales, device)
+    quant = None if scales is None else ew.QuantConfig(block_scales=scales)
+    arrays = [to_device(array, device) for array in (given.x, given.topk_ids, given.weights)]
+    return comm.dispatch(*arrays, quant=quant)
+
+
+def exchange(
+    comm: ew.MoECommunicator, given: RankInput, new_weights: np.ndarray | None = None, fill: float = 0.75
+) -> Received:
+    """Dispatch, let the experts answer on the host, and combine."""
+    config, device = comm.config, comm.config.device
+    out, handle = dispatch(comm, given)
+    received = copy_output(out, to_host)
+    assert_memory_order(received)
+    answer = to_device(expert_output(config, received, local_experts(comm), fill), device)
+    result = poison(torch.empty((len(given.x), config.hidden_size), dtype=torch.bfloat16, device=device))
+    combined = comm.combine(answer, handle, weights=to_device(new_weights, device), out=result)
+    assert combined is result
+    return Received(received, to_host(combined))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank lives.
+
+    Attributes:
+        device: such as ``"cuda:0"``.
+        num_blocks: grid size of its kernels; None lets the communicator choose.
+    """
+
+    device: str = "cuda:0"
+    num_blocks: int | tuple[int, int] | None = None
+
+
+def share(num_ranks: int, num_devices: int = 1) -> list[Place]:
+    """Return a place for each rank, so that all kernels of the ranks of one device can run at once."""
+    of_device = -(-num_ranks // num_devices)
+    num_blocks = max(torch.cuda.get_device_properties(0).multi_processor_count // of_device // _PARTS, 1)
+    return [Place(f"cuda:{rank // of_device}", num_blocks) for rank in range(num_ranks)]
+
+
+@contextlib.contextmanager
+def living_at(place: Place) -> Iterator[Any]:
+    """Make the place's device current in this thread, and a stream of its own, which is yielded."""
+    torch.cuda.set_device(place.device)
+    stream = torch.cuda.Stream(place.device)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def communicator(group: ew.Group, case: Case, place: Place, **fields: Any) -> ew.MoECommunicator:
+    return ew.MoECommunicator(group, case.config, device=place.device, num_blocks=place.num_blocks, **fields)
+
+
+def run_virtual(fn: Callable[..., Any], places: Sequence[Place], *args: Any) -> list[Any]:
+    """Run fn(group, place, *args) in one thread for each place and return the results; raise the first failure."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32":
+        pytest.skip("virtual ranks need CUDA_DEVICE_MAX_CONNECTIONS=32 from before CUDA has started")
+
+    def rank_of(group: ew.Group, place: Place) -> Any:
+        with living_at(place):
+            return fn(group, place, *args)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        futures = [pool.submit(rank_of, *one) for one in zip(ew.local_group(len(places)), places, strict=True)]
+    return [future.result() for future in futures]
+
+
+def rank_of_case(group: ew.Group, place: Place, case: Case, num_steps: int) -> list[Received]:
+    """Be one rank of a case."""
+    with communicator(group, case, place) as comm:
+        return steps_of_case_with(comm, case, num_steps, exchange)
+
+
+def check_case(case: Case, of_ranks: list[list[Received]]) -> None:
+    for step in range(len(of_ranks[0])):
+        assert_received([results[step] for results in of_ranks], expected_of_case(case, step), case.name)

@@ -1,0 +1,130 @@
+"""Ranks on CUDA that never call, or die: the others are told which and when, and their CUDA context stays usable."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import expertwire as ew
+from cases import Case
+from crew import Me, crew, die
+from cuda_driving import Place, communicator, dispatch, exchange, living_at, run_virtual, share, to_device, to_host
+from driving import Received, assert_received, expected
+from losses import BOTH_WAYS, Lost
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+VICTIM = 1
+SURVIVORS = (0, 2)
+TIMEOUT_S = 1.5
+MARGIN_S = 1.0
+
+
+def _wait_for_the_loss(comm: ew.MoECommunicator, asking: str, call: Any) -> Lost:
+    """Ask after a call that returned at once, until the loss is told; ``call`` is the host's next one."""
+    started = time.monotonic()
+    try:
+        while time.monotonic() - started < 4 * TIMEOUT_S:
+            if asking == "check":
+                comm.check()
+                time.sleep(0.005)
+            else:
+                torch.cuda.current_stream().synchronize()
+                call()
+    except ew.PeerLostError as error:
+        return Lost(error.ranks, error.operation, str(error), time.monotonic() - started)
+    raise AssertionError("nothing was told")
+
+
+def _cuda_works(device: str) -> None:
+    numbers = np.arange(1000, dtype=np.int64)
+    assert (to_host(to_device(numbers, device)) == numbers).all()
+    torch.cuda.current_stream().synchronize()
+
+
+def _lose(group: ew.Group, place: Place, case: Case, plan: dict[str, Any]) -> tuple[Lost, Received] | None:
+    comm = communicator(group, case, place, timeout_s=TIMEOUT_S)
+    given = case.inputs()[group.rank]
+    exchange(comm, given)
+    if group.rank == VICTIM and plan["misses"] == "combine":
+        dispatch(comm, given)
+    if group.rank == VICTIM:
+        assert plan["over"].wait(60)
+        comm.close()
+        return None
+    out, handle = dispatch(comm, given)
+    if plan["misses"] == "combine":
+        comm.combine(out.combine_input_buffer, handle)
+    lost = _wait_for_the_loss(comm, plan["asking"], lambda: comm.combine(out.combine_input_buffer, handle))
+    with pytest.raises(ew.PeerLostError):
+        comm.dispatch(*(to_device(array, place.device) for array in (given.x, given.topk_ids)))
+    assert not comm.is_available
+    assert comm.lost_ranks() == lost.ranks
+    _cuda_works(place.device)
+    comm.close()
+    plan["done"].wait()
+    if group.rank == SURVIVORS[0]:
+        plan["over"].set()
+    fewer = _without_victim(case)
+    with communicator(plan["groups"][SURVIVORS.index(group.rank)], fewer, place) as again:
+        return lost, exchange(again, fewer.inputs()[again.rank])
+
+
+def _without_victim(case: Case) -> Case:
+    return replace(case, tokens=tuple(case.tokens[rank] for rank in SURVIVORS))
+
+
+@pytest.mark.parametrize("asking", ["check", "call"])
+@pytest.mark.parametrize("misses", ["dispatch", "combine"])
+@BOTH_WAYS
+def test_a_rank_that_never_calls_is_named_in_time(case: Case, misses: str, asking: str) -> None:
+    case = replace(case, tokens=case.tokens[:3], num_experts=6)
+    plan = {
+        "misses": misses,
+        "asking": asking,
+        "over": threading.Event(),
+        "done": threading.Barrier(len(SURVIVORS), timeout=60),
+        "groups": ew.local_group(len(SURVIVORS)),
+    }
+    results = run_virtual(_lose, share(3), case, plan)
+    for rank in SURVIVORS:
+        lost: Lost = results[rank][0]
+        assert lost.ranks == (VICTIM,)
+        assert lost.operation == misses
+        assert str(VICTIM) in lost.text
+        assert lost.seconds < TIMEOUT_S + MARGIN_S
+    fewer = _without_victim(case)
+    got = [results[rank][1] for rank in SURVIVORS]
+    assert_received(got, expected(fewer.config, fewer.inputs()), "after the loss")
+
+
+def _lose_a_process(me: Me, case: Case) -> Lost | None:
+    place = Place()
+    with living_at(place):
+        comm = communicator(me.group, case, place, timeout_s=TIMEOUT_S)
+        given = case.inputs()[comm.rank]
+        exchange(comm, given)
+        if comm.rank == VICTIM:
+            die()
+        out, handle = dispatch(comm, given)
+        lost = _wait_for_the_loss(comm, "check", lambda: comm.combine(out.combine_input_buffer, handle))
+        _cuda_works(place.device)
+        comm.close()
+        return lost
+
+
+@BOTH_WAYS
+def test_a_killed_process_is_named_in_time(case: Case) -> None:
+    case = replace(case, tokens=case.tokens[:3], num_experts=6)
+    with crew(_lose_a_process, 3, case) as ranks:
+        for rank in SURVIVORS:
+            lost = ranks[rank].result()
+            assert lost.ranks == (VICTIM,)
+            assert lost.operation == "dispatch"
+            assert lost.seconds < TIMEOUT_S + MARGIN_S

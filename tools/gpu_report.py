@@ -1,0 +1,132 @@
+"""Gathers what tools/gpu_check.sh has run into one JSON file, and prints a short table of it.
+
+    python3 tools/gpu_report.py RESULTS OUTPUT.json "command line"
+
+RESULTS holds, for each process of the tests, NAME.xml (JUnit, absent if it was killed) and NAME.status (its exit status
+and seconds). The exit status is 0 if something passed and nothing failed, hung or died.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from expertwire.info import collect
+
+#: Statuses of pytest that are told by the tests themselves: all passed, some failed, none selected.
+_TOLD = (0, 1, 5)
+_OUT_OF_TIME = (124, 137)
+
+
+@dataclass
+class Run:
+    """One process of the tests.
+
+    Attributes:
+        name: of the process.
+        seconds: how long it took.
+        problem: why its results are not complete; empty if they are.
+        passed: number of tests.
+        failures: test to the first line of what it failed with.
+        skipped: reason to number of tests.
+    """
+
+    name: str
+    seconds: int
+    problem: str
+    passed: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+def read_run(status_file: Path) -> Run:
+    """Returns what one process did."""
+    status, seconds = map(int, status_file.read_text(encoding="ascii").split())
+    problem = "" if status in _TOLD else "out of time" if status in _OUT_OF_TIME else f"ended with status {status}"
+    run = Run(status_file.stem, seconds, problem)
+    results = status_file.with_suffix(".xml")
+    if not results.exists():
+        run.problem = problem or "left no results"
+        return run
+    for case in ET.parse(results).getroot().iter("testcase"):  # noqa: S314 (pytest's own file)
+        broken = [found for found in (case.find("failure"), case.find("error")) if found is not None]
+        skipped = case.find("skipped")
+        if broken:
+            text = (broken[0].get("message") or "").strip()
+            run.failures[f"{case.get('classname')}::{case.get('name')}"] = text.partition("\n")[0][:300]
+        elif skipped is not None:
+            reason = skipped.get("message") or "no reason given"
+            run.skipped[reason] = run.skipped.get(reason, 0) + 1
+        else:
+            run.passed += 1
+    return run
+
+
+def output_of(*command: str) -> str:
+    """Returns what a command prints, or nothing where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+
+
+def describe() -> dict[str, Any]:
+    """Returns the machine, its GPUs and driver, and the versions of what takes part."""
+    info = collect().as_json()
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return {
+        "machine": info["machine"],
+        "gpus": info["gpus"]["names"],
+        "driver": driver[0] if driver else "",
+        "driver_cuda": info["gpus"]["driver_cuda"],
+        "backends": info["backends"],
+        "versions": info["versions"],
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(output_of("git", "status", "--porcelain")),
+    }
+
+
+def show(runs: list[Run], facts: dict[str, Any]) -> None:
+    """Prints failures, then the table."""
+    for run in runs:
+        for test, text in run.failures.items():
+            print(f"FAILED {test}: {text}")
+    print(f"{'':12}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
+    for run in runs:
+        counts = f"{run.passed:8}{len(run.failures):8}{sum(run.skipped.values()):9}{run.seconds:9}"
+        print(f"{run.name:12}{counts}{'  ' + run.problem if run.problem else ''}")
+    for reason, count in sum((Counter(run.skipped) for run in runs), Counter[str]()).items():
+        print(f"skipped {count}: {reason}")
+    print(f"{'; '.join(facts['gpus']) or 'no GPU'}; driver {facts['driver'] or 'unknown'}; {facts['versions']}")
+
+
+def main(results: Path, output: Path, command: str) -> int:
+    """Writes the report and returns the exit status."""
+    runs = [read_run(status) for status in sorted(results.glob("*.status"))]
+    facts = describe()
+    report = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        **facts,
+        "passed": sum(run.passed for run in runs),
+        "failed": sum(len(run.failures) for run in runs),
+        "skipped": sum(sum(run.skipped.values()) for run in runs),
+        "incomplete": sum(bool(run.problem) for run in runs),
+        "runs": [asdict(run) for run in runs],
+    }
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(runs, facts)
+    good = report["passed"] and not report["failed"] and not report["incomplete"]
+    print("all good" if good else "NOT good: nothing passed, or something failed, hung or died")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
