@@ -95,7 +95,35 @@ def runs_table(result: Json) -> str:
     return _markdown(headings, rows)
 
 
-TABLES: dict[str, Callable[[Json], str]] = {"machine": machine_table, "bars": bars_table, "runs": runs_table}
+def gpu_table(result: Json) -> str:
+    """Return the medians of a GPU run: a row for each way to run, a column for each shape."""
+    shapes = list(dict.fromkeys(row["shape"] for row in result["rows"]))
+    ways = list(dict.fromkeys(row["variant"] for row in result["rows"]))
+    medians = {(row["variant"], row["shape"]): f"{row['median_us']:.1f}" for row in result["rows"]}
+    return _markdown(["", *shapes], [[way, *(medians.get((way, shape), "") for shape in shapes)] for way in ways])
+
+
+def gpus_table(result: Json) -> str:
+    """Return which GPUs were measured, when, and with which command."""
+    machine, versions = result["machine"], result["versions"]
+    rows = [
+        ["date", result["date"]],
+        ["command", f"`{result['command']}`"],
+        ["GPUs", machine["gpus"]],
+        ["driver", machine["driver"]],
+        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+        ["method", result["method"]],
+    ]
+    return _markdown(["", ""], rows)
+
+
+TABLES: dict[str, Callable[[Json], str]] = {
+    "machine": machine_table,
+    "bars": bars_table,
+    "runs": runs_table,
+    "gpu": gpu_table,
+    "gpus": gpus_table,
+}
 
 
 def render(page: str, results: dict[str, Json]) -> str:

@@ -39,7 +39,7 @@ def test_json_holds_what_is_collected() -> None:
     assert told == json.loads(json.dumps(collect().as_json())) | {"machine": told["machine"]}
     assert told["backend"] == "cpu"
     assert told["cpu_isa"] in told["cpu_isas"]
-    assert "not part of this version" in told["backends"]["cuda"]
+    assert told["backends"]["cuda"] == "usable" or "driver" in told["backends"]["cuda"]
 
 
 def test_text_names_backends_and_versions() -> None:
@@ -47,7 +47,7 @@ def test_text_names_backends_and_versions() -> None:
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
     assert "backend cpu usable, used by default" in words
-    assert "backend cuda the CUDA backend is not part of this version" in words
+    assert "backend cuda" in words
     assert f"python {sys.version.split()[0]}" in words
 
 

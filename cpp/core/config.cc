@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <numeric>
-#include <sstream>
 #include <utility>
 
 #include "expertwire/error.hpp"
@@ -30,11 +29,9 @@ void check_range(const char* field, std::int64_t value, std::int64_t low, std::i
 }
 
 std::string join(const std::vector<int>& values) {
-  std::ostringstream text;
-  text << '[';
-  for (std::size_t i = 0; i < values.size(); ++i) text << (i == 0 ? "" : ", ") << values[i];
-  text << ']';
-  return text.str();
+  std::string text = "[";
+  for (std::size_t i = 0; i < values.size(); ++i) text.append(i == 0 ? "" : ", ").append(std::to_string(values[i]));
+  return text + "]";
 }
 
 std::vector<int> resolve_placement(const RuntimeConfig& config, int num_ranks) {
@@ -134,18 +131,21 @@ std::vector<std::pair<std::string, std::string>> agreed_fields(const RuntimeConf
 std::string values_by_rank(const std::vector<std::string>& values) {
   std::map<std::string, std::vector<int>> ranks;
   for (std::size_t rank = 0; rank < values.size(); ++rank) ranks[values[rank]].push_back(static_cast<int>(rank));
-  std::ostringstream text;
-  for (auto it = ranks.begin(); it != ranks.end(); ++it) {
-    text << (it == ranks.begin() ? "" : "; ") << it->first << (it->second.size() > 1 ? " on ranks " : " on rank ");
-    for (std::size_t i = 0; i < it->second.size(); ++i) text << (i == 0 ? "" : ", ") << it->second[i];
+  std::string text;
+  for (const auto& [value, holders] : ranks) {
+    text.append(text.empty() ? "" : "; ").append(value).append(holders.size() > 1 ? " on ranks " : " on rank ");
+    for (std::size_t i = 0; i < holders.size(); ++i) text.append(i == 0 ? "" : ", ").append(std::to_string(holders[i]));
   }
-  return text.str();
+  return text;
 }
 
 std::vector<std::string> split_lines(const std::string& text) {
   std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
   return lines;
 }
 

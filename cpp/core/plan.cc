@@ -1,7 +1,5 @@
 #include "core/plan.hpp"
 
-#include <sstream>
-
 #include "shared/inbox.cuh"
 
 namespace expertwire {
@@ -33,11 +31,11 @@ Plan plan(const Problem& problem, const Machine& machine) {
 }
 
 std::string Plan::to_string() const {
-  std::ostringstream text;
-  text << "plan: segment " << layout.bytes << " B, outputs " << memory.outputs << " B, private " << memory.private_
-       << " B, dispatch row " << layout.row.row_bytes << " B, combine row " << layout.combine_row_bytes << " B x "
-       << layout.combine_row_slots << ", rows by " << cpu_isa << ", spin " << spin_iterations;
-  return text.str();
+  return "plan: segment " + std::to_string(layout.bytes) + " B, outputs " + std::to_string(memory.outputs) +
+         " B, private " + std::to_string(memory.private_) + " B, dispatch row " + std::to_string(layout.row.row_bytes) +
+         " B, combine row " + std::to_string(layout.combine_row_bytes) + " B x " +
+         std::to_string(layout.combine_row_slots) + ", rows by " + cpu_isa + ", spin " +
+         std::to_string(spin_iterations);
 }
 
 }  // namespace expertwire

@@ -23,7 +23,6 @@ from expertwire.machine import describe_machine, describe_versions
 NEEDED_FILES = 256
 #: Vector and matrix extensions of x86 and Arm that matter to rows of BF16 and FP8, as Linux calls them.
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-_NO_CUDA_YET = "the CUDA backend is not part of this version of expertwire"
 _CU_COMPUTE_MAJOR, _CU_COMPUTE_MINOR = 75, 76
 _NAME_BYTES = 256
 
@@ -96,7 +95,7 @@ def collect() -> Info:
     facts = [*needed, _peer_watch(), _open_files(), _ptrace_scope()]
     cpu_problem = "; ".join(fact.value for fact in needed if fact.advice)
     gpus = find_gpus()
-    cuda_problem = f"{_NO_CUDA_YET}; {gpus.problem}" if gpus.problem else _NO_CUDA_YET
+    cuda_problem = _why_no_cuda() or gpus.problem
     return Info(
         versions=describe_versions(),
         machine=describe_machine(),
@@ -106,7 +105,7 @@ def collect() -> Info:
         gpus=gpus,
         facts=facts,
         backend="none" if cpu_problem else "cpu",
-        backends={"cpu": cpu_problem or "usable", "cuda": cuda_problem},
+        backends={"cpu": cpu_problem or "usable", "cuda": cuda_problem or "usable"},
     )
 
 
@@ -160,6 +159,18 @@ def _core() -> _Core:
     except Error as error:  # an environment variable has a value that cannot be used
         return _Core(Fact(name, str(error), "give the variable one of these values, or unset it"))
     return _Core(Fact(name, f"{isa} (of {', '.join(isas)})"), isa, isas)
+
+
+def _why_no_cuda() -> str:
+    """Return what the core says against the CUDA backend on this machine; empty if nothing."""
+    try:
+        from expertwire import _core as core
+        from expertwire.nvrtc import use_installed_nvrtc
+
+        use_installed_nvrtc()
+        return core.cuda_why_unusable() or ""
+    except (ImportError, Error) as error:
+        return str(error)
 
 
 def _cpu_features() -> list[str]:

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <map>
-#include <sstream>
 #include <utility>
 
 #include "base/descriptor_exchange.hpp"
@@ -167,15 +167,18 @@ void PeerBoard::record_loss(WordKind kind, int peer, const Operation& operation,
 }
 
 std::string PeerBoard::loss_text(Loss why) const {
-  std::ostringstream text;
   switch (why) {
-    case Loss::TIMEOUT: text << " did not arrive within timeout_s = " << timeout_s_ << " s"; break;
-    case Loss::EXITED: text << " exited (the process has ended)"; break;
-    case Loss::CLOSED: text << " closed the communicator"; break;
-    case Loss::ENDED: text << " had ended with an error"; break;
-    case Loss::GIVEN_UP: text << " was given up by another rank"; break;
+    case Loss::TIMEOUT: {
+      char seconds[32];
+      std::snprintf(seconds, sizeof seconds, "%g", timeout_s_);
+      return std::string(" did not arrive within timeout_s = ") + seconds + " s";
+    }
+    case Loss::EXITED: return " exited (the process has ended)";
+    case Loss::CLOSED: return " closed the communicator";
+    case Loss::ENDED: return " had ended with an error";
+    case Loss::GIVEN_UP: return " was given up by another rank";
   }
-  return text.str();
+  return "";
 }
 
 void PeerBoard::require_available() const {

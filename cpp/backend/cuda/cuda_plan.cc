@@ -1,7 +1,6 @@
 #include "backend/cuda/cuda_plan.hpp"
 
 #include <algorithm>
-#include <sstream>
 
 #include "expertwire/error.hpp"
 #include "shared/inbox.cuh"
@@ -69,23 +68,23 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
 }
 
 std::string CudaPlan::to_string() const {
-  std::ostringstream text;
-  text << "cuda plan: " << architecture << ", blocks " << dispatch_blocks << " and " << combine_blocks << ", threads "
-       << small_work.num_threads << " up to " << small_work_pieces << " pieces, then " << large_dispatch.num_threads
-       << " and " << large_combine.num_threads << ", shared " << dispatch_shared_bytes << " B, dependent launch "
-       << (dependent_launch ? "on" : "off");
-  return text.str();
+  return "cuda plan: " + architecture + ", blocks " + std::to_string(dispatch_blocks) + " and " +
+         std::to_string(combine_blocks) + ", threads " + std::to_string(small_work.num_threads) + " up to " +
+         std::to_string(small_work_pieces) + " pieces, then " + std::to_string(large_dispatch.num_threads) + " and " +
+         std::to_string(large_combine.num_threads) + ", shared " + std::to_string(dispatch_shared_bytes) +
+         " B, dependent launch " + (dependent_launch ? "on" : "off");
 }
 
 std::string config_source(const Problem& problem, const Variant& variant) {
   const RuntimeConfig& config = problem.config;
   const Shape& shape = problem.shape;
-  std::ostringstream text;
-  const auto number = [&](const char* name, int value) { text << "constexpr int " << name << " = " << value << ";\n"; };
-  const auto flag = [&](const char* name, bool value) {
-    text << "constexpr bool " << name << " = " << (value ? "true" : "false") << ";\n";
+  std::string text = "namespace expertwire::config {\n";
+  const auto number = [&](const char* name, int value) {
+    text.append("constexpr int ").append(name).append(" = ").append(std::to_string(value)).append(";\n");
   };
-  text << "namespace expertwire::config {\n";
+  const auto flag = [&](const char* name, bool value) {
+    text.append("constexpr bool ").append(name).append(" = ").append(value ? "true" : "false").append(";\n");
+  };
   number("kHiddenSize", shape.hidden_size);
   number("kNumExperts", shape.num_experts);
   number("kNumTopk", shape.num_topk);
@@ -93,10 +92,10 @@ std::string config_source(const Problem& problem, const Variant& variant) {
   number("kMaxTokens", shape.max_tokens_per_rank);
   number("kMaxLocalExperts", shape.max_local_experts);
   number("kMaxInFlight", shape.max_in_flight);
-  text << "__device__ constexpr int kFirstExpert[] = {0";
+  text += "__device__ constexpr int kFirstExpert[] = {0";
   int end = 0;
-  for (const int count : config.experts_per_rank) text << ", " << (end += count);
-  text << "};\n";
+  for (const int count : config.experts_per_rank) text.append(", ").append(std::to_string(end += count));
+  text += "};\n";
   flag("kEvenExperts", std::all_of(config.experts_per_rank.begin(), config.experts_per_rank.end(),
                                    [&](int count) { return count == shape.max_local_experts; }));
   flag("kRankMajor", config.output_layout == DispatchLayout::RANK_MAJOR);
@@ -110,8 +109,7 @@ std::string config_source(const Problem& problem, const Variant& variant) {
   number("kBlocksPerSm", variant.blocks_per_sm);
   number("kGather", variant.gather);
   number("kInFlight", variant.in_flight);
-  text << "}\n";
-  return text.str();
+  return text + "}\n";
 }
 
 }  // namespace expertwire::cuda

@@ -2,16 +2,16 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <string_view>
 #include <system_error>
 #include <vector>
@@ -62,6 +62,25 @@ void note(const std::string& text) {
   if (env().log == "info") std::fprintf(stderr, "expertwire: %s\n", text.c_str());
 }
 
+using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+
+std::optional<std::string> read_file(const std::filesystem::path& path) {
+  const File file(std::fopen(path.c_str(), "rb"), &std::fclose);
+  if (file == nullptr) return std::nullopt;
+  std::string bytes;
+  char part[1 << 16];
+  while (const std::size_t count = std::fread(part, 1, sizeof part, file.get())) bytes.append(part, count);
+  if (std::ferror(file.get()) != 0) return std::nullopt;
+  return bytes;
+}
+
+bool write_file(const std::filesystem::path& path, const std::string& bytes) {
+  File file(std::fopen(path.c_str(), "wb"), &std::fclose);
+  if (file == nullptr) return false;
+  const bool is_written = std::fwrite(bytes.data(), 1, bytes.size(), file.get()) == bytes.size();
+  return std::fclose(file.release()) == 0 && is_written;
+}
+
 // The entries are files of one folder. A reader sees a whole entry or none; a damaged one counts as none.
 class KernelCache {
  public:
@@ -70,16 +89,19 @@ class KernelCache {
   }
 
   std::optional<KernelImage> load() const {
-    std::ifstream file(path_, std::ios::binary);
-    std::string schema, checksum;
+    const std::optional<std::string> entry = read_file(path_);
+    if (!entry) return std::nullopt;
+    // schema, then checksum and sizes, each a line; then the log and the image
+    const std::size_t first = entry->find('\n');
+    const std::size_t second = first == std::string::npos ? first : entry->find('\n', first + 1);
+    if (second == std::string::npos || entry->compare(0, first, kSchema) != 0) return std::nullopt;
+    char checksum[40];
     std::size_t log_bytes = 0, cubin_bytes = 0;
-    if (!file || !std::getline(file, schema) || schema != kSchema) return std::nullopt;
-    if (!(file >> checksum >> log_bytes >> cubin_bytes) || file.get() != '\n') return std::nullopt;
-    std::ostringstream rest;
-    rest << file.rdbuf();
-    const std::string bytes = rest.str();
-    if (log_bytes > bytes.size() || cubin_bytes != bytes.size() - log_bytes) return std::nullopt;
-    KernelImage image{bytes.substr(log_bytes), bytes.substr(0, log_bytes), {}, true};
+    const std::string header = entry->substr(first + 1, second - first - 1);
+    if (std::sscanf(header.c_str(), "%39s %zu %zu", checksum, &log_bytes, &cubin_bytes) != 3) return std::nullopt;
+    const std::size_t bytes = entry->size() - second - 1;
+    if (log_bytes > bytes || cubin_bytes != bytes - log_bytes) return std::nullopt;
+    KernelImage image{entry->substr(second + 1 + log_bytes), entry->substr(second + 1, log_bytes), {}, true};
     if (checksum != this->checksum(image)) return std::nullopt;
     return image;
   }
@@ -92,12 +114,9 @@ class KernelCache {
     static std::atomic<unsigned> calls{0};
     const std::filesystem::path aside =
         path_.string() + "." + std::to_string(getpid()) + "." + std::to_string(calls.fetch_add(1)) + ".tmp";
-    std::ofstream file(aside, std::ios::binary);
-    file << kSchema << '\n'
-         << checksum(image) << ' ' << image.log.size() << ' ' << image.cubin.size() << '\n'
-         << image.log << image.cubin;
-    file.close();
-    const bool is_written = !file.fail();
+    const bool is_written =
+        write_file(aside, std::string(kSchema) + '\n' + checksum(image) + ' ' + std::to_string(image.log.size()) + ' ' +
+                              std::to_string(image.cubin.size()) + '\n' + image.log + image.cubin);
     if (is_written) std::filesystem::rename(aside, path_, error);
     if (is_written && !error) return;
     note("compiled kernels could not be kept in " + path_.parent_path().string());
@@ -263,9 +282,11 @@ KernelImage compile_kernels(const std::string& config_source, const std::string&
 
 std::map<std::string, KernelResources> kernel_resources(const std::string& log) {
   std::map<std::string, KernelResources> result;
-  std::istringstream lines(log);
-  std::string line, kernel;
-  while (std::getline(lines, line)) {
+  std::string kernel;
+  for (std::size_t start = 0; start < log.size();) {
+    const std::size_t stop = std::min(log.find('\n', start), log.size());
+    const std::string line = log.substr(start, stop - start);
+    start = stop + 1;
     const std::string_view mark = "Compiling entry function '";
     if (const std::size_t at = line.find(mark); at != std::string::npos) {
       const std::size_t begin = at + mark.size();

@@ -1,14 +1,16 @@
 #include "backend/cuda/topology.hpp"
 
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <optional>
 
 #include "backend/cuda/driver.hpp"
+#include "base/descriptor.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire::cuda {
@@ -18,11 +20,12 @@ constexpr const char* kOtherWays = "; cudaIpc handles and copies through the hos
 
 // Where neither can be read, ranks look as if on one host, and passing descriptors tells if they are not.
 std::string host_name() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  char boot[64] = {};
+  const Descriptor file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  if (!file.valid() || read(file.get(), boot, 36) != 36) boot[0] = '\0';
   struct stat network{};
   if (stat("/proc/self/ns/net", &network) != 0) network.st_ino = 0;
-  return boot + "/" + std::to_string(network.st_ino);
+  return std::string(boot) + "/" + std::to_string(network.st_ino);
 }
 
 CUdevice device_of(int ordinal) {
