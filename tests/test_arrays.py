@@ -187,3 +187,24 @@ def test_what_is_no_array_is_refused(thing: Any) -> None:
 def test_unknown_frameworks_are_refused() -> None:
     with pytest.raises(ew.InvalidArgumentError, match='framework = \'jax\': must be "numpy" or "torch"'):
         adapter_of("jax")
+
+
+def test_torch_outputs_carry_nothing_from_one_dispatch_to_the_next() -> None:
+    torch = pytest.importorskip("torch")
+    x, topk_ids = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3)
+    (group,) = ew.local_group(1)
+    with ew.MoECommunicator(group, num_experts=4, hidden_size=128, num_topk=2, max_tokens_per_rank=3) as comm:
+        with torch.inference_mode():  # a warm-up: what it makes must serve training, too
+            comm.dispatch(x, topk_ids)
+        with torch.device("meta"):
+            out, handle = comm.dispatch(x, topk_ids)
+            assert comm.combine(out.tokens, handle).device.type == "cpu"
+        out.tokens.requires_grad_()
+        out.combine_input_buffer[0] = out.tokens[0] * torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
+        again, _ = comm.dispatch(x, topk_ids)
+        assert not again.tokens.requires_grad
+        assert not again.tokens.is_inference()
+        assert not again.combine_input_buffer.requires_grad
+        negated = torch.complex(torch.zeros(3, 2), torch.ones(3, 2)).conj().imag
+        with pytest.raises(ew.InvalidArgumentError, match="weights = non-contiguous"):
+            comm.dispatch(x, topk_ids, negated)

@@ -109,7 +109,7 @@ class MoECommunicator:
             request.stream = adapter.current_stream() if asked is None else asked
         handle = runtime.dispatch(request)
         self._last_lane = handle.lane
-        output = self._lanes(runtime, adapter)[handle.lane]
+        output = adapter.renew(self._lanes(runtime, adapter)[handle.lane])
         return (output if output_buffer is None else replace(output, tokens=output_buffer)), handle
 
     def combine(
@@ -163,7 +163,8 @@ class MoECommunicator:
             framework: ``"numpy"`` or ``"torch"`` on the CPU, ``"torch"`` or ``"cupy"`` on CUDA.
         """
         runtime = self._open_runtime("get_dispatch_output_buffer")
-        return self._lanes(runtime, adapter_of(framework, self._device))[runtime.next_lane].tokens
+        adapter = adapter_of(framework, self._device)
+        return adapter.renew(self._lanes(runtime, adapter)[runtime.next_lane]).tokens
 
     def get_combine_input_buffer(self, framework: str = "numpy") -> Array:
         """The bfloat16 buffer for expert outputs of the last dispatch's lane, with the shape that combine takes.
@@ -172,7 +173,8 @@ class MoECommunicator:
             framework: as for :meth:`get_dispatch_output_buffer`.
         """
         runtime = self._open_runtime("get_combine_input_buffer")
-        return self._lanes(runtime, adapter_of(framework, self._device))[self._last_lane].combine_input_buffer
+        adapter = adapter_of(framework, self._device)
+        return adapter.renew(self._lanes(runtime, adapter)[self._last_lane]).combine_input_buffer
 
     def stats(self) -> MoEStats:
         """Calls, bytes and waiting times so far."""

@@ -120,6 +120,8 @@ class Group:
                 f"Group.from_env: nothing tells this {launcher.name} job from others on this host: set MASTER_PORT or "
                 "TORCHELASTIC_RUN_ID (torchrun), PMIX_NAMESPACE (Open MPI) or EXPERTWIRE_RENDEZVOUS, equal on all ranks"
             )
+        if not timeout_s > 0:  # before a number of the rendezvous is used up: the corrected call must meet its peers
+            raise InvalidArgumentError(f"timeout_s = {timeout_s}: must be greater than 0")
         key = f"{launcher.name}:{job}:{next(_from_env_calls)}"
         return cls(_core.make_host_bootstrap(launcher.rank, launcher.size, key, timeout_s), device=device)
 

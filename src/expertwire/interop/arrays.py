@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from expertwire.errors import InvalidArgumentError
-from expertwire.types import Array
+from expertwire.types import Array, DispatchOutput
 
 #: Bytes of one element, for the dtypes that the API takes and returns. Natural alignment is the same number.
 ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4, "int32": 4, "int64": 8}
@@ -108,6 +108,10 @@ class ArrayAdapter(ABC):
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: str, stream: int | None = None) -> Array:
         """A new array on the device, contents unspecified, for use on a CUDA stream; ``None``: the current one."""
+
+    def renew(self, output: DispatchOutput) -> DispatchOutput:
+        """What a dispatch returns of the lane's arrays: these, where a framework keeps no state with an array."""
+        return output
 
     @abstractmethod
     def over(self, memory: Array, shape: tuple[int, ...], dtype: str) -> Array:

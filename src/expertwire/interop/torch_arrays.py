@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from expertwire.interop.arrays import ITEM_BYTES, ArrayAdapter, ArrayFacts, check, num_bytes
-from expertwire.types import Array
+from expertwire.types import Array, DispatchOutput
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -38,7 +40,7 @@ class TorchAdapter(ArrayAdapter):
     def address(self, array: Array, name: str, dtype: str, shape: tuple[int, ...], writable: bool = False) -> int:
         """See ArrayAdapter."""
         good = array.dtype is DTYPES[dtype] and array.shape == shape and array.device == self._device
-        good = good and array.is_contiguous()
+        good = good and array.is_contiguous() and not array.is_neg()
         address: int = array.data_ptr() if good else 1
         if address % ITEM_BYTES[dtype]:
             facts = self._facts(array)
@@ -58,8 +60,24 @@ class TorchAdapter(ArrayAdapter):
         if num_bytes(shape, dtype) == 0:
             return self.empty(shape, dtype)
         on_cpu = self.device == "cpu"
-        of_bytes = torch.from_numpy(memory) if on_cpu else torch.as_tensor(memory, device=self._device)
-        return of_bytes.view(DTYPES[dtype]).view(shape)
+        with torch.inference_mode(False), torch.no_grad():  # it is kept, whatever mode the first call runs in
+            of_bytes = torch.from_numpy(memory) if on_cpu else torch.as_tensor(memory, device=self._device)
+            return of_bytes.view(DTYPES[dtype]).view(shape)
+
+    def renew(self, output: DispatchOutput) -> DispatchOutput:
+        """New tensors over the same memory: what autograd notes of one dispatch's stays out of the next one's."""
+        quant, weights, rows = output.quant, output.weights, output.combine_input_buffer
+        if quant is not None and quant.block_scales is not None:
+            quant = replace(quant, block_scales=quant.block_scales.detach())
+        return DispatchOutput(  # integers have no part in autograd
+            output.tokens.detach(),
+            quant,
+            output.layout,
+            output.topk_ids,
+            weights if weights is None else weights.detach(),
+            output.source_token,
+            rows if rows is None else rows.detach(),
+        )
 
     def current_stream(self) -> int:
         """See ArrayAdapter. The public ``torch.cuda.current_stream`` makes an object first, which takes longer."""
@@ -73,7 +91,7 @@ class TorchAdapter(ArrayAdapter):
             dtype=self.dtype(array),
             shape=tuple(array.shape),
             device=device,
-            contiguous=strided and array.is_contiguous(),
+            contiguous=strided and array.is_contiguous() and not array.is_neg(),
             writable=True,
             address=array.data_ptr() if strided and device == self.device else 0,
         )
