@@ -87,24 +87,24 @@ class Nvrtc:
         # libnvrtc looks its builtins up by name alone, and finds them if they are loaded already.
         builtins = min(path for path in libraries if path.name.startswith("libnvrtc-builtins.so"))
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-        self.library = ctypes.CDLL(str(min(path for path in libraries if path.name.startswith("libnvrtc.so"))))
+        self.compiler = ctypes.CDLL(str(min(path for path in libraries if path.name.startswith("libnvrtc.so"))))
 
     def compile(self, source: str, headers: dict[str, str]) -> tuple[int, str]:
         """Status (0: compiled) and log."""
         program = ctypes.c_void_p()
         texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
         names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
-        created = self.library.nvrtcCreateProgram(
+        created = self.compiler.nvrtcCreateProgram(
             ctypes.byref(program), source.encode(), b"test.cu", len(headers), texts, names
         )
         assert created == 0, f"nvrtcCreateProgram: {created}"
         options = (ctypes.c_char_p * len(NVRTC_FLAGS))(*(flag.encode() for flag in NVRTC_FLAGS))
-        status = self.library.nvrtcCompileProgram(program, len(options), options)
+        status = self.compiler.nvrtcCompileProgram(program, len(options), options)
         size = ctypes.c_size_t()
-        assert self.library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
+        assert self.compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
         log = ctypes.create_string_buffer(size.value)
-        assert self.library.nvrtcGetProgramLog(program, log) == 0
-        assert self.library.nvrtcDestroyProgram(ctypes.byref(program)) == 0
+        assert self.compiler.nvrtcGetProgramLog(program, log) == 0
+        assert self.compiler.nvrtcDestroyProgram(ctypes.byref(program)) == 0
         return status, log.value.decode()
 
 
