@@ -1,6 +1,7 @@
 # make run    install into .venv and run the main job          make lint      ruff, mypy, clang-format
 # make test   C++ tests, then pytest                           make sanitize  C++ tests under ASan + UBSan, and TSan
-# make format rewrite sources in the house style               make clean     remove .venv, build and caches
+# make format rewrite sources in the house style               make wheel     a wheel for other machines, into dist
+# make clean  remove .venv, build, dist and caches
 #
 # PYTHON=python3.12      another interpreter for .venv         EXTRAS=torch,mpi   more extras for make test
 # CXX=clang++            another compiler; .venv remembers both until make clean
@@ -49,7 +50,7 @@ cxx_tests = @echo "C++ tests in build/$(1)"; mkdir -p build; \
 
 SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g"
 
-.PHONY: run test lint format sanitize clean
+.PHONY: run test lint format sanitize wheel clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/stamp-package
@@ -74,8 +75,14 @@ sanitize: $(VENV)/stamp-venv
 	$(call cxx_tests,asan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=address$(comma)undefined,-LE slow)
 	$(call cxx_tests,tsan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=thread,-LE slow)
 
+# Named after the oldest system that it can run on, which depends on the compiler's run-time.
+wheel: $(VENV)/stamp-dev
+	rm -rf build/wheel dist
+	SKBUILD_BUILD_DIR=build/python $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+
 clean:
-	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/stamp-package: $(VENV)/stamp-venv $(SOURCES)
 	$(call install)

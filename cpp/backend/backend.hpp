@@ -77,13 +77,16 @@ struct KernelImage {
   bool from_cache = false;
 };
 
-// Compiles the CUDA kernels for a configuration (the text of namespace expertwire::config) and an architecture such as
-// "sm_90a", or takes them from the cache. Needs neither GPU nor driver.
-KernelImage compile_cuda_kernels(const std::string& config_source, const std::string& architecture);
-// The same for all kernels that a communicator of this problem loads on a GPU of this architecture, such as "sm_90".
-std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const std::string& architecture);
+// Compiles a CUDA source, which may include the kernel headers, for an architecture such as "sm_90a", or takes the result
+// from the cache. Needs neither GPU nor driver.
+KernelImage compile_cuda_source(const std::string& source, const std::string& architecture);
+// The same for all kernels that a communicator of this problem loads on a GPU of this architecture, such as "sm_90", of
+// which it has `num_sms` to itself; 0: on any.
+std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const std::string& architecture, int num_sms);
 // Folders to look for the CUDA compiler library in, after the places that need no telling.
 void set_nvrtc_search_path(const std::vector<std::string>& folders);
+// Ranges for a profiler: "off", "on", or why there are none although EXPERTWIRE_NVTX is 1.
+std::string nvtx_state();
 // Why this machine cannot run the CUDA backend, and what to do; nullopt if it can.
 std::optional<std::string> cuda_why_unusable();
 

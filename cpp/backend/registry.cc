@@ -28,15 +28,17 @@ std::unique_ptr<Backend> make_backend(const Problem& problem, const Plan& plan, 
   return cpu::make_cpu_backend(problem, plan, bootstrap);
 }
 
-KernelImage compile_cuda_kernels(const std::string& config_source, const std::string& architecture) {
-  return cuda::compile_kernels(config_source, architecture);
+KernelImage compile_cuda_source(const std::string& source, const std::string& architecture) {
+  return cuda::compile_source(source, architecture);
 }
 
-std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const std::string& architecture) {
-  return cuda::precompile(problem, architecture);
+std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const std::string& architecture, int num_sms) {
+  return cuda::precompile(problem, architecture, num_sms);
 }
 
 void set_nvrtc_search_path(const std::vector<std::string>& folders) { cuda::set_nvrtc_search_path(folders); }
+
+std::string nvtx_state() { return cuda::nvtx_state(); }
 
 std::optional<std::string> cuda_why_unusable() { return cuda::why_unusable(); }
 

@@ -46,6 +46,7 @@ Env read_env() {
   result.validate = choice("EXPERTWIRE_VALIDATE", {"0", "1"}) == "1";
   result.cache_dir = cache_dir();
   result.nvrtc_dir = variable("EXPERTWIRE_NVRTC_DIR");
+  result.nvtx = choice("EXPERTWIRE_NVTX", {"0", "1"}) == "1";
   result.log = choice("EXPERTWIRE_LOG", {"off", "info"});
   return result;
 }

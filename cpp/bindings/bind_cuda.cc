@@ -17,24 +17,29 @@ void bind_cuda(nb::module_& m) {
       .def_ro("registers", &KernelResources::registers)
       .def_ro("stack_bytes", &KernelResources::stack_bytes)
       .def_ro("spill_bytes", &KernelResources::spill_bytes);
-  nb::class_<KernelImage>(m, "KernelImage", "CUDA kernels compiled for one configuration and architecture.")
+  nb::class_<KernelImage>(m, "KernelImage", "A CUDA source compiled for one architecture.")
       .def_prop_ro("cubin", [](const KernelImage& self) { return nb::bytes(self.cubin.data(), self.cubin.size()); })
       .def_ro("log", &KernelImage::log)
       .def_ro("resources", &KernelImage::resources)
       .def_ro("from_cache", &KernelImage::from_cache);
-  m.def("compile_kernels", &compile_cuda_kernels, nb::arg("config_source"), nb::arg("architecture"),
+  m.def("compile_source", &compile_cuda_source, nb::arg("source"), nb::arg("architecture"),
         nb::call_guard<nb::gil_scoped_release>(),
-        "Compiles the kernels, or takes them from the cache. Needs no GPU; `architecture` is such as sm_90a.");
+        "Compiles a source that may include the kernel headers, or takes the result from the cache. Needs no GPU; "
+        "`architecture` is such as sm_90a.");
   m.def(
       "precompile_kernels",
-      [](const RuntimeConfig& config, int num_ranks, const std::string& architecture) {
-        return precompile_cuda_kernels(make_problem(config, 0, num_ranks), architecture);
+      [](const RuntimeConfig& config, int num_ranks, const std::string& architecture, int num_sms) {
+        return precompile_cuda_kernels(make_problem(config, 0, num_ranks), architecture, num_sms);
       },
-      nb::arg("config"), nb::arg("num_ranks"), nb::arg("architecture"), nb::call_guard<nb::gil_scoped_release>(),
-      "Compiles all kernels of a communicator, or takes them from the cache. Needs no GPU; raises what making the "
-      "communicator would.");
+      nb::arg("config"), nb::arg("num_ranks"), nb::arg("architecture"), nb::arg("num_sms") = 0,
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Compiles all kernels of a communicator on a GPU of which each rank has `num_sms` multiprocessors, 0 for any "
+      "GPU, "
+      "or takes them from the cache. Needs no GPU; raises what making the communicator would.");
   m.def("set_nvrtc_search_path", &set_nvrtc_search_path, nb::arg("folders"),
         "Names folders to look for the CUDA compiler library in, after the places that need no telling.");
+  m.def("nvtx_state", &nvtx_state, nb::call_guard<nb::gil_scoped_release>(),
+        "Ranges for a profiler: off, on, or why there are none although EXPERTWIRE_NVTX is 1.");
   m.def("cuda_why_unusable", &cuda_why_unusable, nb::call_guard<nb::gil_scoped_release>(),
         "Why this machine cannot run the CUDA backend, and what to do; None if it can.");
 }

@@ -1,13 +1,12 @@
 #include "core/config.hpp"
 
 #include <algorithm>
-#include <cmath>
+#include <array>
 #include <cstdint>
 #include <map>
 #include <numeric>
+#include <string_view>
 #include <utility>
-
-#include "expertwire/error.hpp"
 
 namespace expertwire {
 namespace {
@@ -15,7 +14,34 @@ namespace {
 constexpr int kMaxRanks = 1024;
 constexpr int kMaxHiddenSize = 1 << 20;  // keeps every byte count of the layout within 64 bits
 constexpr int kMaxInFlight = 64;
+constexpr std::int64_t kMaxElements = std::int64_t{1} << 54;  // so do the largest sizes together
 constexpr double kMaxTimeoutSeconds = 1e6;
+
+template <typename Enum>
+constexpr std::array<std::string_view, 0> kNames{};
+template <>
+constexpr std::array<std::string_view, 2> kNames<MoEMode>{"LATENCY", "THROUGHPUT"};
+template <>
+constexpr std::array<std::string_view, 3> kNames<DispatchLayout>{"EXPERT_MAJOR", "RANK_MAJOR", "TOKEN_MAJOR"};
+template <>
+constexpr std::array<std::string_view, 2> kNames<CombineMode>{"RANK_LOCAL_REDUCE", "DIRECT_SEND"};
+template <>
+constexpr std::array<std::string_view, 2> kNames<DispatchDataType>{"BF16", "FP8_E4M3"};
+template <>
+constexpr std::array<std::string_view, 2> kNames<ScaleFormat>{"FLOAT32", "UE8M0"};
+template <>
+constexpr std::array<std::string_view, 2> kNames<ScaleLayout>{"ROW", "COLUMN"};
+template <>
+constexpr std::array<std::string_view, 2> kNames<PeerLossPolicy>{"RAISE", "MASK"};
+template <>
+constexpr std::array<std::string_view, 2> kNames<DeviceType>{"CPU", "CUDA"};
+
+// Its name, or its number if it has none: callers can cast anything to an enum.
+template <typename Enum>
+std::string to_text(Enum value) {
+  const auto idx = static_cast<std::size_t>(value);
+  return idx < kNames<Enum>.size() ? std::string(kNames<Enum>[idx]) : std::to_string(static_cast<int>(value));
+}
 
 [[noreturn]] void refuse(const std::string& field, const std::string& given, const std::string& allowed) {
   throw Error(ErrorCode::InvalidArgument, field + " = " + given + ": " + allowed);
@@ -26,6 +52,14 @@ void check_range(const char* field, std::int64_t value, std::int64_t low, std::i
   if (value >= low && value <= high) return;
   refuse(field, std::to_string(value),
          "must be between " + std::to_string(low) + " and " + (why.empty() ? "" : why + " = ") + std::to_string(high));
+}
+
+template <typename Enum>
+void check_enum(const char* field, Enum value) {
+  if (static_cast<std::size_t>(value) < kNames<Enum>.size()) return;
+  std::string allowed = "must be one of";
+  for (const std::string_view name : kNames<Enum>) allowed.append(" ").append(name);
+  refuse(field, to_text(value), allowed);
 }
 
 std::string join(const std::vector<int>& values) {
@@ -56,6 +90,15 @@ std::vector<int> resolve_placement(const RuntimeConfig& config, int num_ranks) {
 }
 
 void check_formats(const RuntimeConfig& config) {
+  check_enum("mode", config.mode);
+  check_enum("output_layout", config.output_layout);
+  check_enum("combine_mode", config.combine_mode);
+  check_enum("quant.format", config.quant.format);
+  check_enum("quant.scale_format", config.quant.scale_format);
+  check_enum("quant.scale_layout", config.quant.scale_layout);
+  check_enum("on_peer_loss", config.on_peer_loss);
+  check_enum("device.type", config.device.type);
+  check_range("device.index", config.device.index, 0, config.device.type == DeviceType::CPU ? 0 : kMaxRanks - 1);
   if (config.mode == MoEMode::THROUGHPUT) {
     throw Error(ErrorCode::Unsupported, "mode = THROUGHPUT: this version implements LATENCY only");
   }
@@ -67,7 +110,7 @@ void check_formats(const RuntimeConfig& config) {
   const int multiple = fp8 ? kScaleBlock : 8;
   if (config.hidden_size % multiple != 0) {
     refuse("hidden_size", std::to_string(config.hidden_size),
-           "must be a multiple of " + std::to_string(multiple) + " for " + to_string(config.quant.format) + " rows");
+           "must be a multiple of " + std::to_string(multiple) + " for " + to_text(config.quant.format) + " rows");
   }
 }
 
@@ -101,6 +144,7 @@ Shape make_shape(const RuntimeConfig& config, int num_ranks) {
   shape.fp8 = config.quant.format == DispatchDataType::FP8_E4M3;
   shape.ue8m0 = shape.fp8 && config.quant.scale_format == ScaleFormat::UE8M0;
   shape.direct_send = config.combine_mode == CombineMode::DIRECT_SEND;
+  shape.mask = config.on_peer_loss == PeerLossPolicy::MASK;
   return shape;
 }
 
@@ -112,25 +156,25 @@ std::vector<std::pair<std::string, std::string>> agreed_fields(const RuntimeConf
       {"num_topk", std::to_string(config.num_topk)},
       {"max_tokens_per_rank", std::to_string(config.max_tokens_per_rank)},
       {"experts_per_rank", config.experts_per_rank.empty() ? "even" : join(config.experts_per_rank)},
-      {"output_layout", to_string(config.output_layout)},
-      {"combine_mode", to_string(config.combine_mode)},
-      {"mode", config.mode == MoEMode::LATENCY ? "LATENCY" : "THROUGHPUT"},
-      {"quant.format", to_string(config.quant.format)},
+      {"output_layout", to_text(config.output_layout)},
+      {"combine_mode", to_text(config.combine_mode)},
+      {"mode", to_text(config.mode)},
+      {"quant.format", to_text(config.quant.format)},
       {"quant.round_scale_pow2", config.quant.round_scale_pow2 ? "true" : "false"},
-      {"quant.scale_format", config.quant.scale_format == ScaleFormat::UE8M0 ? "UE8M0" : "FLOAT32"},
-      {"quant.scale_layout", config.quant.scale_layout == ScaleLayout::COLUMN ? "COLUMN" : "ROW"},
+      {"quant.scale_format", to_text(config.quant.scale_format)},
+      {"quant.scale_layout", to_text(config.quant.scale_layout)},
       {"invalid_token_expert_id", std::to_string(config.invalid_token_expert_id)},
       {"max_in_flight", std::to_string(config.max_in_flight)},
       {"timeout_s", std::to_string(config.timeout_s)},
-      {"on_peer_loss", to_string(config.on_peer_loss)},
-      {"device", config.device.type == DeviceType::CPU ? "cpu" : "cuda"},
+      {"on_peer_loss", to_text(config.on_peer_loss)},
+      {"device.type", to_text(config.device.type)},
   };
 }
 
+using RanksByValue = std::map<std::string, std::vector<int>>;
+
 // "8 on ranks 0, 1; 16 on rank 2"
-std::string values_by_rank(const std::vector<std::string>& values) {
-  std::map<std::string, std::vector<int>> ranks;
-  for (std::size_t rank = 0; rank < values.size(); ++rank) ranks[values[rank]].push_back(static_cast<int>(rank));
+std::string to_text(const RanksByValue& ranks) {
   std::string text;
   for (const auto& [value, holders] : ranks) {
     text.append(text.empty() ? "" : "; ").append(value).append(holders.size() > 1 ? " on ranks " : " on rank ");
@@ -151,21 +195,6 @@ std::vector<std::string> split_lines(const std::string& text) {
 
 }  // namespace
 
-const char* to_string(DispatchLayout layout) {
-  switch (layout) {
-    case DispatchLayout::EXPERT_MAJOR: return "EXPERT_MAJOR";
-    case DispatchLayout::RANK_MAJOR: return "RANK_MAJOR";
-    case DispatchLayout::TOKEN_MAJOR: return "TOKEN_MAJOR";
-  }
-  return "?";
-}
-
-const char* to_string(CombineMode mode) {
-  return mode == CombineMode::DIRECT_SEND ? "DIRECT_SEND" : "RANK_LOCAL_REDUCE";
-}
-const char* to_string(DispatchDataType format) { return format == DispatchDataType::FP8_E4M3 ? "FP8_E4M3" : "BF16"; }
-const char* to_string(PeerLossPolicy policy) { return policy == PeerLossPolicy::MASK ? "MASK" : "RAISE"; }
-
 Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks) {
   check_range("num_ranks", num_ranks, 1, kMaxRanks);
   check_range("rank", rank, 0, num_ranks - 1, "num_ranks - 1");
@@ -184,34 +213,43 @@ Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks) {
   const std::int64_t rows = std::int64_t{problem.shape.max_local_experts} * num_ranks * config.max_tokens_per_rank;
   if (config.output_layout == DispatchLayout::EXPERT_MAJOR)
     check_range("experts per rank * num_ranks * max_tokens_per_rank", rows, 1, INT32_MAX);
+  const std::int64_t received = std::int64_t{num_ranks} * config.max_tokens_per_rank;
+  check_range("num_ranks * max_tokens_per_rank * num_topk * hidden_size",
+              received * config.num_topk * config.hidden_size, 1, kMaxElements);
   return problem;
 }
 
-void agree_on_config(Bootstrap& bootstrap, const RuntimeConfig& config, const std::string& local_error) {
-  const auto fields = agreed_fields(config);
-  std::string mine = local_error;
+std::string describe(const RuntimeConfig& config) {
+  std::string lines;
+  for (const auto& field : agreed_fields(config)) lines.append(field.second).append("\n");
+  return lines;
+}
+
+void agree_on_config(Bootstrap& bootstrap, const std::string& description, const std::optional<Error>& failure) {
+  std::string mine;  // one line: a digit for the code and the text of what failed, or nothing; then the description
+  if (failure) mine = std::to_string(static_cast<int>(failure->code())) + failure->what();
   std::replace(mine.begin(), mine.end(), '\n', ' ');
-  mine += '\n';
-  for (const auto& field : fields) mine += field.second + '\n';
   std::vector<std::vector<std::string>> all;
-  for (const std::string& text : bootstrap.all_gather(mine)) all.push_back(split_lines(text));
-  if (!local_error.empty()) return;  // the caller has something better to say
+  for (const std::string& text : bootstrap.all_gather(mine + "\n" + description)) all.push_back(split_lines(text));
+  if (failure) return;  // the caller throws it
 
   std::string differences;
+  const auto fields = agreed_fields({});
   for (std::size_t field = 0; field < fields.size(); ++field) {
-    std::vector<std::string> values;
-    for (const auto& lines : all) values.push_back(field + 1 < lines.size() ? lines[field + 1] : "(missing)");
-    if (std::all_of(values.begin(), values.end(), [&](const std::string& value) { return value == values[0]; }))
-      continue;
-    differences += (differences.empty() ? "" : "; ") + fields[field].first + " is " + values_by_rank(values);
+    RanksByValue ranks;
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      if (field + 1 < all[rank].size()) ranks[all[rank][field + 1]].push_back(static_cast<int>(rank));
+    }
+    if (ranks.size() > 1)
+      differences.append(differences.empty() ? "" : "; ").append(fields[field].first + " is " + to_text(ranks));
   }
   if (!differences.empty()) {
     throw Error(ErrorCode::InvalidArgument, "ranks were constructed with different configurations: " + differences);
   }
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty() || all[rank][0].empty()) continue;
-    throw Error(ErrorCode::InvalidArgument,
-                "rank " + std::to_string(rank) + " could not be constructed: " + all[rank][0]);
+    throw Error(static_cast<ErrorCode>(all[rank][0][0] - '0'),
+                "rank " + std::to_string(rank) + " could not be constructed: " + all[rank][0].substr(1));
   }
 }
 

@@ -1,10 +1,12 @@
 // From what the user asked to a validated problem, and the agreement of all ranks on it.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "expertwire/error.hpp"
 
 namespace expertwire {
 
@@ -12,14 +14,11 @@ namespace expertwire {
 // InvalidArgument or Unsupported with the field, the value and what is allowed.
 Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks);
 
-// Collective. `local_error` is this rank's failure so far (empty: none): with one, it only
-// tells the others and returns. Throws if another rank failed, or if ranks differ in a field that must be equal, naming
-// the field and each rank's value.
-void agree_on_config(Bootstrap& bootstrap, const RuntimeConfig& config, const std::string& local_error);
+// The fields on which all ranks must agree, a value on each line.
+std::string describe(const RuntimeConfig& config);
 
-const char* to_string(DispatchLayout layout);
-const char* to_string(CombineMode mode);
-const char* to_string(DispatchDataType format);
-const char* to_string(PeerLossPolicy policy);
+// Collective. `failure` is what ended this rank's part so far: with one, it only tells the others and returns. Throws if
+// another rank failed, or if ranks differ in a field, naming the field and each rank's value.
+void agree_on_config(Bootstrap& bootstrap, const std::string& description, const std::optional<Error>& failure);
 
 }  // namespace expertwire

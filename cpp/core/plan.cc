@@ -22,7 +22,7 @@ Plan plan(const Problem& problem, const Machine& machine) {
   plan.memory.private_ = plan.routes.bytes * static_cast<std::uint64_t>(problem.config.max_in_flight);
   if (problem.config.device.type == DeviceType::CUDA) {
     const auto lanes = static_cast<std::uint64_t>(problem.config.max_in_flight);
-    plan.memory.shared = make_inbox_layout(problem.shape).lane_bytes * lanes;
+    plan.memory.shared = inbox_bytes(problem.shape);
     plan.memory.private_ = make_lane_state_layout(problem.shape).bytes * lanes;
   }
   plan.spin_iterations = problem.num_ranks <= machine.num_cores ? kSpinWithOwnCore : kSpinWhenCrowded;

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <utility>
@@ -90,6 +91,10 @@ void MoERuntime::Impl::check_stream(const void* stream) const {
 void MoERuntime::Impl::check_dispatch(const LatencyDispatchRequest& request) const {
   check_num_tokens(request.num_tokens);
   check_stream(request.stream);
+  if (request.topk_ids_type != IndexType::INT32 && request.topk_ids_type != IndexType::INT64) {
+    refuse("topk_ids_type = " + std::to_string(static_cast<int>(request.topk_ids_type)) +
+           ": must be one of INT32 INT64");
+  }
   const bool fp8 = problem.shape.fp8;
   if (request.block_scales != nullptr && !fp8)
     refuse("block_scales: only a runtime with quant.format = FP8_E4M3 takes quantised rows");
@@ -155,22 +160,26 @@ void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const
     refuse("expert_output is null: pass the rows or combine_input_buffer()");
 }
 
-MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config)
-    : impl_(std::make_unique<Impl>()) {
+MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config) {
   if (bootstrap == nullptr) refuse("bootstrap is null");
-  std::optional<Error> failure;
+  std::optional<Error> failure;  // what ended this rank's part: the others are told before it is thrown
+  std::string description;
   try {
+    description = describe(config);
+    impl_ = std::make_unique<Impl>();
     impl_->problem = make_problem(config, bootstrap->rank(), bootstrap->size());
     impl_->plan = plan(impl_->problem, this_machine());
+    impl_->lane_sequence.assign(static_cast<std::size_t>(config.max_in_flight), 0);
   } catch (const Error& error) {
     failure = error;
+  } catch (const std::exception& error) {  // no memory
+    failure = Error(ErrorCode::Backend, error.what());
   }
-  agree_on_config(*bootstrap, config, failure ? failure->what() : "");
+  agree_on_config(*bootstrap, description, failure);
   if (failure) throw *failure;
   if (env().log == "info")
     std::fprintf(stderr, "expertwire rank %d: %s\n", bootstrap->rank(), impl_->plan.to_string().c_str());
   impl_->backend = make_backend(impl_->problem, impl_->plan, *bootstrap);
-  impl_->lane_sequence.assign(static_cast<std::size_t>(impl_->problem.config.max_in_flight), 0);
 }
 
 MoERuntime::~MoERuntime() { close(); }

@@ -3,6 +3,7 @@
 //   int main(int argc, char** argv) { return run_tests(argc, argv, {{"offsets", offsets}, {"totals", totals}}); }
 //
 // and runs all its tests, or those named on the command line.
+// Our own and not doctest or GoogleTest: a failed check must end one rank's thread or process and reach who waits for it.
 #pragma once
 
 #include <functional>
@@ -46,7 +47,8 @@ void check_equal(const A& got, const B& wanted, const Location& where = Location
 Error check_throws(ErrorCode code, std::string_view part, const std::function<void()>& action,
                    const Location& where = Location::current());
 
-// Runs `body(rank)` on one thread per rank, waits for all of them and rethrows the first failure by rank.
+// Runs `body(rank)` on one thread per rank, waits for all of them and rethrows the first failure by rank; a lost peer only
+// if nothing else went wrong.
 void run_ranks(int num_ranks, const std::function<void(int)>& body);
 
 }  // namespace expertwire::test

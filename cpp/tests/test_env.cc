@@ -11,7 +11,7 @@ namespace {
 
 void clear() {
   for (const char* name : {"EXPERTWIRE_CPU_ISA", "EXPERTWIRE_VALIDATE", "EXPERTWIRE_CACHE_DIR", "EXPERTWIRE_NVRTC_DIR",
-                           "EXPERTWIRE_LOG"}) {
+                           "EXPERTWIRE_LOG", "EXPERTWIRE_NVTX"}) {
     unsetenv(name);
   }
 }
@@ -22,6 +22,7 @@ void defaults() {
     setenv("XDG_CACHE_HOME", "/xdg", 1);
     check_equal(env().cpu_isa, "auto");
     check(!env().validate);
+    check(!env().nvtx);
     check_equal(env().log, "off");
     check_equal(env().nvrtc_dir, "");
     check_equal(env().cache_dir, "/xdg/expertwire/" + std::string(kVersion));
@@ -38,11 +39,13 @@ void given_values() {
   check_process([] {
     setenv("EXPERTWIRE_CPU_ISA", "plain", 1);
     setenv("EXPERTWIRE_VALIDATE", "1", 1);
+    setenv("EXPERTWIRE_NVTX", "1", 1);
     setenv("EXPERTWIRE_CACHE_DIR", "/kernels", 1);
     setenv("EXPERTWIRE_NVRTC_DIR", "/compiler", 1);
     setenv("EXPERTWIRE_LOG", "info", 1);
     check_equal(env().cpu_isa, "plain");
     check(env().validate);
+    check(env().nvtx);
     check_equal(env().cache_dir, "/kernels");
     check_equal(env().nvrtc_dir, "/compiler");
     check_equal(env().log, "info");

@@ -271,7 +271,7 @@ class KernelResources:
     def spill_bytes(self) -> int: ...
 
 class KernelImage:
-    """CUDA kernels compiled for one configuration and architecture."""
+    """A CUDA source compiled for one architecture."""
 
     @property
     def cubin(self) -> bytes: ...
@@ -285,19 +285,24 @@ class KernelImage:
     @property
     def from_cache(self) -> bool: ...
 
-def compile_kernels(config_source: str, architecture: str) -> KernelImage:
+def compile_source(source: str, architecture: str) -> KernelImage:
     """
-    Compiles the kernels, or takes them from the cache. Needs no GPU; `architecture` is such as sm_90a.
+    Compiles a source that may include the kernel headers, or takes the result from the cache. Needs no GPU; `architecture` is such as sm_90a.
     """
 
-def precompile_kernels(config: RuntimeConfig, num_ranks: int, architecture: str) -> list[KernelImage]:
+def precompile_kernels(config: RuntimeConfig, num_ranks: int, architecture: str, num_sms: int = 0) -> list[KernelImage]:
     """
-    Compiles all kernels of a communicator, or takes them from the cache. Needs no GPU; raises what making the communicator would.
+    Compiles all kernels of a communicator on a GPU of which each rank has `num_sms` multiprocessors, 0 for any GPU, or takes them from the cache. Needs no GPU; raises what making the communicator would.
     """
 
 def set_nvrtc_search_path(folders: Sequence[str]) -> None:
     """
     Names folders to look for the CUDA compiler library in, after the places that need no telling.
+    """
+
+def nvtx_state() -> str:
+    """
+    Ranges for a profiler: off, on, or why there are none although EXPERTWIRE_NVTX is 1.
     """
 
 def cuda_why_unusable() -> str | None:

@@ -92,7 +92,7 @@ def collect() -> Info:
     """Looks at the machine. Imports nothing heavy, starts no process and changes nothing."""
     core = _core()
     needed = [core.fact, _shared_memory(), _descriptor_passing()]  # without the others some comfort is missing
-    facts = [*needed, _peer_watch(), _open_files(), _ptrace_scope()]
+    facts = [*needed, _peer_watch(), _open_files(), _ptrace_scope(), _profiler_ranges()]
     cpu_problem = "; ".join(fact.value for fact in needed if fact.advice)
     gpus = find_gpus()
     cuda_problem = _why_no_cuda() or gpus.problem
@@ -171,6 +171,18 @@ def _why_no_cuda() -> str:
         return core.cuda_why_unusable() or ""
     except (ImportError, Error) as error:
         return str(error)
+
+
+def _profiler_ranges() -> Fact:
+    name = "profiler ranges (NVTX)"
+    try:
+        from expertwire import _core as core
+
+        state = core.nvtx_state()
+    except (ImportError, Error) as error:
+        return Fact(name, str(error))
+    advice = "add the folder of one of these libraries to LD_LIBRARY_PATH"
+    return Fact(name, state, "" if state in ("off", "on") else advice)
 
 
 def _cpu_features() -> list[str]:

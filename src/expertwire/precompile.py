@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 
 from expertwire import _core
 from expertwire.bench.schema import Problem
@@ -19,8 +22,8 @@ class Precompiled:
     Attributes:
         problem: the shape.
         architecture: such as ``"sm_90"``.
-        num_compiled: compilations that were made now; the others lay in the cache.
-        num_images: compilations that the communicator loads.
+        num_compiled: kernels that were compiled now; the others lay in the cache.
+        num_images: kernels that the communicator loads.
         registers: most that a thread of a kernel takes.
         spill_bytes: most that a thread of a kernel spills.
     """
@@ -40,10 +43,13 @@ class Precompiled:
         )
 
 
-def precompile(config: MoECommunicatorConfig, num_ranks: int, architecture: str) -> list[_core.KernelImage]:
+def precompile(
+    config: MoECommunicatorConfig, num_ranks: int, architecture: str, num_sms: int = 0
+) -> list[_core.KernelImage]:
     """Compiles all kernels that a communicator loads on GPUs of ``architecture``, or takes them from the cache.
 
-    Needs no GPU. ``config.device`` does not count.
+    Needs no GPU. ``config.device`` does not count. With ``num_sms``, the multiprocessors that a rank has to itself,
+    kernels that are never launched there are left out.
 
     Raises:
         InvalidArgumentError: a field of ``config`` or ``architecture`` is wrong.
@@ -51,20 +57,23 @@ def precompile(config: MoECommunicatorConfig, num_ranks: int, architecture: str)
         BackendError: the kernels do not compile.
     """
     use_installed_nvrtc()
-    return _core.precompile_kernels(to_core(replace(config, device="cuda:0"), "cuda"), num_ranks, architecture)
+    return _core.precompile_kernels(to_core(replace(config, device="cuda:0"), "cuda"), num_ranks, architecture, num_sms)
 
 
 def precompile_all(problems: list[Problem], architectures: list[str]) -> Iterator[Precompiled]:
-    """Yields one result for each shape and architecture as it is there. Raises what :func:`precompile` raises."""
-    for problem in problems:
-        for architecture in architectures:
-            images = precompile(problem.config(), problem.num_ranks, architecture)
-            kernels = [kernel for image in images for kernel in image.resources.values()]
-            yield Precompiled(
-                problem,
-                architecture,
-                sum(not image.from_cache for image in images),
-                len(images),
-                max(kernel.registers for kernel in kernels),
-                max(kernel.spill_bytes for kernel in kernels),
-            )
+    """Yields one result for each shape and architecture, in this order. Raises what :func:`precompile` raises."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.map(lambda one: _precompiled(*one), product(problems, architectures))
+
+
+def _precompiled(problem: Problem, architecture: str) -> Precompiled:
+    images = precompile(problem.config(), problem.num_ranks, architecture)
+    kernels = [kernel for image in images for kernel in image.resources.values()]
+    return Precompiled(
+        problem,
+        architecture,
+        sum(not image.from_cache for image in images),
+        len(images),
+        max(kernel.registers for kernel in kernels),
+        max(kernel.spill_bytes for kernel in kernels),
+    )

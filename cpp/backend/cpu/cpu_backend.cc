@@ -112,7 +112,10 @@ std::unique_ptr<Backend> make_cpu_backend(const Problem& problem, const Plan& pl
     own = create_segment(plan.layout.bytes);
   });
   std::vector<Peer> peers = exchange_segments(bootstrap, std::move(own));
-  return std::make_unique<CpuBackend>(problem, plan, std::move(lanes), std::move(peers));
+  std::unique_ptr<Backend> backend;
+  succeed_together(bootstrap,
+                   [&] { backend = std::make_unique<CpuBackend>(problem, plan, std::move(lanes), std::move(peers)); });
+  return backend;
 }
 
 }  // namespace expertwire::cpu

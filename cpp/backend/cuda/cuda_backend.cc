@@ -30,6 +30,27 @@ DeviceFacts describe(int device) {
   return facts;
 }
 
+// A range for a profiler, while an object of it lives.
+class Range {
+ public:
+  explicit Range(const char* name) : nvtx_(nvtx()) {
+    if (nvtx_ != nullptr) nvtx_->nvtxRangePushA(name);
+  }
+  ~Range() {
+    if (nvtx_ != nullptr) nvtx_->nvtxRangePop();
+  }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  const Nvtx* nvtx_;
+};
+
+struct CommonWords {  // of all lanes, in memory of the GPU
+  u32 abort;
+  LossState losses;
+};
+
 template <typename T>
 T* at(CUdeviceptr base, u64 offset) {
   return reinterpret_cast<T*>(base + offset);
@@ -54,26 +75,21 @@ LaneBuffers make_buffers(CUdeviceptr base, const OutputLayout& layout, const Pro
 
 }  // namespace
 
-KernelModule::KernelModule(const Problem& problem, const CudaPlan& plan, const Variant& variant)
-    : num_threads_(variant.num_threads) {
-  const KernelImage image = compile_kernels(config_source(problem, variant), plan.architecture);
+KernelModule::KernelModule(const KernelImage& image, const Variant& variant, std::size_t shared_bytes)
+    : num_threads_(variant.block_threads()) {
   const Driver& cuda = driver();
   cuda::check(cuda.cuModuleLoadData(&module_, image.cubin.data()), "cuModuleLoadData");
-  cuda::check(cuda.cuModuleGetFunction(&dispatch_, module_, "dispatch_kernel"), "cuModuleGetFunction");
-  cuda::check(cuda.cuModuleGetFunction(&combine_, module_, "combine_kernel"), "cuModuleGetFunction");
+  const std::string entry = std::string(name(variant.kernel)) + "_kernel";
+  cuda::check(cuda.cuModuleGetFunction(&function_, module_, entry.c_str()), "cuModuleGetFunction");
   // Setting or asking an attribute loads a function, also where loading is lazy: no launch waits for another rank's.
-  cuda::check(cuda.cuFuncSetAttribute(dispatch_, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                      static_cast<int>(plan.dispatch_shared_bytes)),
+  cuda::check(cuda.cuFuncSetAttribute(function_, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                      static_cast<int>(shared_bytes)),
               "cuFuncSetAttribute");
   int blocks = 0;
-  for (const auto& [function, shared] :
-       {std::pair{dispatch_, plan.dispatch_shared_bytes}, std::pair{combine_, std::size_t{0}}}) {
-    cuda::check(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, variant.num_threads, shared),
-                "cuOccupancyMaxActiveBlocksPerMultiprocessor");
-    if (blocks < 1)
-      throw Error(ErrorCode::Backend,
-                  "a block of " + std::to_string(variant.num_threads) + " threads does not fit on an SM");
-  }
+  cuda::check(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function_, num_threads_, shared_bytes),
+              "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  if (blocks < 1)
+    throw Error(ErrorCode::Backend, "a block of " + std::to_string(num_threads_) + " threads does not fit on an SM");
 }
 
 KernelModule::~KernelModule() {
@@ -81,10 +97,7 @@ KernelModule::~KernelModule() {
 }
 
 KernelModule::KernelModule(KernelModule&& other) noexcept
-    : module_(std::exchange(other.module_, nullptr)),
-      dispatch_(other.dispatch_),
-      combine_(other.combine_),
-      num_threads_(other.num_threads_) {}
+    : module_(std::exchange(other.module_, nullptr)), function_(other.function_), num_threads_(other.num_threads_) {}
 
 DeviceMemory::DeviceMemory(std::size_t bytes) {
   cuda::check(driver().cuMemAlloc(&address_, std::max<std::size_t>(bytes, 16)), "cuMemAlloc");
@@ -96,38 +109,30 @@ DeviceMemory::~DeviceMemory() {
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept : address_(std::exchange(other.address_, 0)) {}
 
-HostReport::HostReport() {
-  void* memory = nullptr;
-  cuda::check(
-      driver().cuMemHostAlloc(&memory, sizeof(LossReport), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
-      "cuMemHostAlloc");
-  report_ = static_cast<LossReport*>(memory);
-  *report_ = LossReport{};
-  CUdeviceptr device = 0;
-  cuda::check(driver().cuMemHostGetDevicePointer(&device, memory, 0), "cuMemHostGetDevicePointer");
-  device_ = reinterpret_cast<LossReport*>(device);
+void CudaBackend::launch(const KernelModule& kernel, const DispatchKernelParams& params, CUstream stream) {
+  launch(kernel, cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes,
+         const_cast<DispatchKernelParams*>(&params), stream);
 }
 
-HostReport::~HostReport() {
-  if (report_ != nullptr) driver().cuMemFreeHost(report_);
+void CudaBackend::launch(const KernelModule& kernel, const CombineKernelParams& params, CUstream stream) {
+  launch(kernel, cuda_plan_.combine_blocks, 0, const_cast<CombineKernelParams*>(&params), stream);
 }
 
-template <typename Params>
-void CudaBackend::launch(CUfunction function, int num_threads, int num_blocks, std::size_t shared_bytes,
-                         const Params& params, CUstream stream) {
+void CudaBackend::launch(const KernelModule& kernel, int num_blocks, std::size_t shared_bytes, void* params,
+                         CUstream stream) {
   CUlaunchAttribute dependent{};
   dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
   dependent.value.programmaticStreamSerializationAllowed = 1;
   CUlaunchConfig config{};
   config.gridDimX = static_cast<unsigned>(num_blocks);
   config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
-  config.blockDimX = static_cast<unsigned>(num_threads);
+  config.blockDimX = static_cast<unsigned>(kernel.num_threads());
   config.sharedMemBytes = static_cast<unsigned>(shared_bytes);
   config.hStream = stream;
   config.attrs = &dependent;
   config.numAttrs = cuda_plan_.dependent_launch ? 1 : 0;
-  void* arguments[] = {const_cast<Params*>(&params)};
-  cuda::check(driver().cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+  void* arguments[] = {params};
+  cuda::check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr), "cuLaunchKernelEx");
 }
 
 CudaBackend::CudaBackend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap)
@@ -165,11 +170,19 @@ void CudaBackend::prepare(Bootstrap& bootstrap) {
     }));
     cuda_plan_ = make_cuda_plan(problem_, facts);
     if (env().log == "info")
-      std::fprintf(stderr, "expertwire rank %d: %s\n", problem_.rank, cuda_plan_.to_string().c_str());
-    for (const Variant& variant : {cuda_plan_.small_work, cuda_plan_.large_dispatch, cuda_plan_.large_combine}) {
-      modules_.emplace_back(problem_, cuda_plan_, variant);
-    }
+      std::fprintf(stderr, "expertwire rank %d: %s, profiler ranges: %s\n", problem_.rank,
+                   cuda_plan_.to_string().c_str(), nvtx_state().c_str());
+    load_kernels();
   });
+}
+
+void CudaBackend::load_kernels() {
+  const std::vector<KernelImage> images =
+      compile_sources(program_sources(problem_, cuda_plan_), cuda_plan_.architecture);
+  auto image = images.begin();
+  for (const Variant& variant : cuda_plan_.dispatch)
+    dispatch_.emplace_back(*image++, variant, cuda_plan_.dispatch_shared_bytes);
+  for (const Variant& variant : cuda_plan_.combine) combine_.emplace_back(*image++, variant, 0);
 }
 
 void CudaBackend::make_lanes() {
@@ -190,11 +203,17 @@ void CudaBackend::make_lanes() {
     }
     made.params.state = at<u8>(memory_.back().address(), 0);
     made.params.rank = problem_.rank;
+    made.params.lane = lane;
   }
-  memory_.emplace_back(sizeof(u32));
+  memory_.emplace_back(sizeof(CommonWords));
+  auto* common = at<CommonWords>(memory_.back().address(), 0);
   for (Lane& lane : lanes_) {
-    lane.params.wait.abort = at<u32>(memory_.back().address(), 0);
-    lane.params.wait.report = report_->device_pointer();
+    lane.params.wait.abort = &common->abort;
+    lane.params.wait.report = &report_->device_pointer()->loss;
+    lane.params.fault = &report_->device_pointer()->fault;
+    lane.params.mask.state = &common->losses;
+    lane.params.mask.host = report_->device_pointer()->lost;
+    lane.params.mask.notices = inbox_bytes * (lanes_.size() - static_cast<std::size_t>(lane.params.lane));
     lane.params.wait.timeout_ns = static_cast<u64>(problem_.config.timeout_s * 1e9);
   }
 }
@@ -212,7 +231,12 @@ void CudaBackend::fill_memory() {
     cuda::check(cuda.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(lane.params.state), 0, state_bytes, own_stream_),
                 "cuMemsetD8Async");
   }
-  cuda::check(cuda.cuMemsetD8Async(memory_.back().address(), 0, sizeof(u32), own_stream_), "cuMemsetD8Async");
+  if (const u64 bytes = make_notice_layout(problem_.shape).bytes; bytes > 0) {
+    const u64 notices = layout.lane_bytes * lanes_.size();
+    cuda::check(cuda.cuMemsetD8Async(inboxes_->address(problem_.rank) + notices, 0, bytes, own_stream_),
+                "cuMemsetD8Async");
+  }
+  cuda::check(cuda.cuMemsetD8Async(memory_.back().address(), 0, sizeof(CommonWords), own_stream_), "cuMemsetD8Async");
   cuda::check(cuda.cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
@@ -222,11 +246,8 @@ void CudaBackend::launch_nothing() {
   DispatchKernelParams dispatch{};
   CombineKernelParams combine{};
   dispatch.num_tokens = combine.num_tokens = -1;
-  for (const KernelModule& module : modules_) {
-    launch(module.dispatch(), module.num_threads(), cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes,
-           dispatch, own_stream_);
-    launch(module.combine(), module.num_threads(), cuda_plan_.combine_blocks, 0, combine, own_stream_);
-  }
+  for (const KernelModule& kernel : dispatch_) launch(kernel, dispatch, own_stream_);
+  for (const KernelModule& kernel : combine_) launch(kernel, combine, own_stream_);
   cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
@@ -234,16 +255,19 @@ CudaBackend::~CudaBackend() { release(); }
 
 void CudaBackend::release() noexcept {
   if (!context_) return;
-  const CurrentContext current(*context_);
   const Driver& cuda = driver();
+  if (cuda.cuCtxPushCurrent(context_->get()) != CUDA_SUCCESS) return;  // the driver has shut down, with all it held
   // Only this rank's own work is waited for. Waits in it are bounded, also after a peer was lost.
   if (last_stream_ && cuda.cuEventRecord(last_work_, *last_stream_) == CUDA_SUCCESS)
     cuda.cuEventSynchronize(last_work_);
   if (last_work_ != nullptr) cuda.cuEventDestroy(last_work_);
   if (own_stream_ != nullptr) cuda.cuStreamDestroy(own_stream_);
-  modules_.clear();
+  dispatch_.clear();
+  combine_.clear();
   memory_.clear();
   report_.reset();
+  CUcontext popped = nullptr;
+  cuda.cuCtxPopCurrent(&popped);
 }
 
 // Operations of one communicator run one after the other, also on different streams.
@@ -261,12 +285,12 @@ void CudaBackend::follow(CUstream stream) {
   last_stream_ = stream;
 }
 
-bool CudaBackend::is_small(int num_tokens) const {
-  return static_cast<std::int64_t>(num_tokens) * ((problem_.shape.hidden_size + 255) / 256) <=
-         cuda_plan_.small_work_pieces;
+const KernelModule& CudaBackend::choose(const std::vector<KernelModule>& kernels, int num_tokens) const {
+  return num_tokens <= cuda_plan_.small_work_tokens ? kernels.front() : kernels.back();
 }
 
 void CudaBackend::dispatch(int lane_idx, const DispatchParams& params) {
+  const Range range("expertwire dispatch");
   check();
   const CurrentContext current(*context_);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
@@ -279,6 +303,7 @@ void CudaBackend::dispatch(int lane_idx, const DispatchParams& params) {
   kernel.topk_ids = params.topk_ids;
   kernel.weights = params.weights;
   kernel.num_tokens = params.num_tokens;
+  kernel.call = lane.call = static_cast<u32>(stats_.dispatch_calls + 1);
   kernel.topk_ids_are_64_bit = params.topk_ids_are_64_bit ? 1 : 0;
   kernel.tokens = params.tokens;
   kernel.scales = lane.buffers.scales;
@@ -288,21 +313,14 @@ void CudaBackend::dispatch(int lane_idx, const DispatchParams& params) {
   kernel.source_token = lane.buffers.source_token;
   kernel.out_topk_ids = lane.buffers.topk_ids;
   kernel.out_weights = lane.buffers.weights;
-  const KernelModule& module = modules_[is_small(params.num_tokens) ? 0 : 1];
-  launch(module.dispatch(), module.num_threads(), cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes, kernel,
-         stream);
-  lane.dispatched_with_weights = params.weights != nullptr;
+  launch(choose(dispatch_, params.num_tokens), kernel, stream);
   ++stats_.dispatch_calls;
 }
 
 void CudaBackend::combine(int lane_idx, const CombineParams& params) {
+  const Range range("expertwire combine");
   check();
   const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  if (params.weights != nullptr && lane.dispatched_with_weights && !problem_.shape.direct_send) {
-    // Their partial sums are on their way before a peer could hear of new weights.
-    throw Error(ErrorCode::Unsupported,
-                "weights: on CUDA with RANK_LOCAL_REDUCE, combine takes weights only if dispatch was given none");
-  }
   const CurrentContext current(*context_);
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream);
@@ -312,43 +330,53 @@ void CudaBackend::combine(int lane_idx, const CombineParams& params) {
   kernel.weights = params.weights;
   kernel.out = params.out;
   kernel.num_tokens = params.num_tokens;
-  const KernelModule& module = modules_[is_small(params.num_tokens) ? 0 : 2];
-  launch(module.combine(), module.num_threads(), cuda_plan_.combine_blocks, 0, kernel, stream);
+  kernel.call = lane.call;
+  launch(choose(combine_, params.num_tokens), kernel, stream);
   ++stats_.combine_calls;
 }
 
 RuntimeStats CudaBackend::stats() const {
   const CurrentContext current(*context_);
-  const LaneStateLayout layout = make_lane_state_layout(problem_.shape);
   RuntimeStats stats = stats_;
-  stats.timeouts = report_->is_set() ? 1 : 0;
+  stats.timeouts = report_->num_timeouts();
   stats.expert_tokens.assign(static_cast<std::size_t>(problem_.num_local_experts), 0);
   stats.source_wait_seconds.assign(static_cast<std::size_t>(problem_.num_ranks), 0.0);
-  std::vector<std::uint64_t> totals(stats.expert_tokens.size());
-  for (const Lane& lane : lanes_) {
-    if (totals.empty()) break;
-    const auto from = reinterpret_cast<CUdeviceptr>(lane.params.state) + layout.expert_totals;
-    cuda::check(driver().cuMemcpyDtoHAsync(totals.data(), from, totals.size() * sizeof(std::uint64_t), own_stream_),
-                "cuMemcpyDtoHAsync");
-    cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
-    for (std::size_t expert = 0; expert < totals.size(); ++expert) stats.expert_tokens[expert] += totals[expert];
-  }
+  for (const Lane& lane : lanes_) add_device_counts(lane, stats);
   return stats;
 }
 
-std::vector<int> CudaBackend::lost_ranks() const {
-  if (!report_->is_set()) return {};
-  return {report_->get().peer};
+void CudaBackend::add_device_counts(const Lane& lane, RuntimeStats& stats) const {
+  const LaneStateLayout layout = make_lane_state_layout(problem_.shape);
+  const auto state = reinterpret_cast<CUdeviceptr>(lane.params.state);
+  std::vector<std::uint64_t> totals(stats.expert_tokens.size());
+  std::vector<std::uint64_t> waited_ns(stats.source_wait_seconds.size());
+  Traffic traffic{};
+  if (!totals.empty()) {
+    cuda::check(driver().cuMemcpyDtoHAsync(totals.data(), state + layout.expert_totals,
+                                           totals.size() * sizeof(std::uint64_t), own_stream_),
+                "cuMemcpyDtoHAsync");
+  }
+  cuda::check(driver().cuMemcpyDtoHAsync(&traffic, state + layout.traffic, sizeof traffic, own_stream_),
+              "cuMemcpyDtoHAsync");
+  cuda::check(driver().cuMemcpyDtoHAsync(waited_ns.data(), state + layout.waited_ns,
+                                         waited_ns.size() * sizeof(std::uint64_t), own_stream_),
+              "cuMemcpyDtoHAsync");
+  cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
+  for (std::size_t expert = 0; expert < totals.size(); ++expert) stats.expert_tokens[expert] += totals[expert];
+  for (std::size_t rank = 0; rank < waited_ns.size(); ++rank)
+    stats.source_wait_seconds[rank] += static_cast<double>(waited_ns[rank]) * 1e-9;
+  const RowLayout row = dispatch_row_layout(problem_.shape);
+  const std::uint64_t dispatch_bytes = row.payload_bytes + row.scale_bytes,
+                      combine_bytes = static_cast<std::uint64_t>(problem_.shape.hidden_size) * 2;
+  stats.bytes_sent += traffic.dispatch_sent * dispatch_bytes + traffic.combine_sent * combine_bytes;
+  stats.bytes_received += traffic.dispatch_received * dispatch_bytes + traffic.combine_received * combine_bytes;
 }
 
+std::vector<int> CudaBackend::lost_ranks() const { return report_->lost_ranks(); }
+
 void CudaBackend::check() {
-  if (!report_->is_set()) return;
-  const LossReport& report = report_->get();
-  const std::string operation = report.operation == 0 ? "dispatch" : "combine";
-  throw Error("peer lost, the communicator has ended; " + operation + " " + std::to_string(report.epoch) + ": rank " +
-                  std::to_string(report.peer) +
-                  " did not arrive within timeout_s = " + std::to_string(problem_.config.timeout_s) + " s",
-              {report.peer}, operation, report.epoch);
+  report_->raise_fault(problem_.rank, problem_.config.num_experts);
+  report_->raise_loss(problem_.config.timeout_s);
 }
 
 }  // namespace expertwire::cuda

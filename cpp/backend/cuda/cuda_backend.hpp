@@ -10,25 +10,25 @@
 #include "backend/backend.hpp"
 #include "backend/cuda/context.hpp"
 #include "backend/cuda/cuda_plan.hpp"
+#include "backend/cuda/host_report.hpp"
 #include "backend/cuda/memory.hpp"
 #include "shared/kernel_params.cuh"
 
 namespace expertwire::cuda {
 
-// A compiled variant, loaded: both kernels are resident before the first launch of either.
+// A compiled kernel, loaded: resident before its first launch.
 class KernelModule {
  public:
-  KernelModule(const Problem& problem, const CudaPlan& plan, const Variant& variant);
+  KernelModule(const KernelImage& image, const Variant& variant, std::size_t shared_bytes);
   ~KernelModule();
   KernelModule(KernelModule&& other) noexcept;
   KernelModule& operator=(KernelModule&&) = delete;
-  CUfunction dispatch() const { return dispatch_; }
-  CUfunction combine() const { return combine_; }
+  CUfunction function() const { return function_; }
   int num_threads() const { return num_threads_; }
 
  private:
   CUmodule module_ = nullptr;
-  CUfunction dispatch_ = nullptr, combine_ = nullptr;
+  CUfunction function_ = nullptr;
   int num_threads_ = 0;
 };
 
@@ -45,22 +45,6 @@ class DeviceMemory {
   CUdeviceptr address_ = 0;
 };
 
-// A word block that kernels write and the host reads without asking the driver.
-class HostReport {
- public:
-  HostReport();
-  ~HostReport();
-  HostReport(const HostReport&) = delete;
-  HostReport& operator=(const HostReport&) = delete;
-  bool is_set() const { return static_cast<volatile const LossReport*>(report_)->set != 0; }
-  const LossReport& get() const { return *report_; }
-  LossReport* device_pointer() const { return device_; }
-
- private:
-  LossReport* report_ = nullptr;
-  LossReport* device_ = nullptr;
-};
-
 class CudaBackend final : public Backend {
  public:
   // Collective.
@@ -72,7 +56,7 @@ class CudaBackend final : public Backend {
   void combine(int lane, const CombineParams& params) override;
   RuntimeStats stats() const override;
   std::vector<int> lost_ranks() const override;
-  bool is_available() const noexcept override { return !report_->is_set(); }
+  bool is_available() const noexcept override { return !report_->has_loss(); }
   void check() override;
   void close() noexcept override {}
 
@@ -80,28 +64,30 @@ class CudaBackend final : public Backend {
   struct Lane {
     LaneBuffers buffers;
     LaneParams params;
-    bool dispatched_with_weights = false;
+    u32 call = 0;  // number of the dispatch that used it last
   };
 
   void build(Bootstrap& bootstrap);
   void release() noexcept;
   void prepare(Bootstrap& bootstrap);
+  void load_kernels();
   void make_lanes();
   void fill_memory();
   void launch_nothing();
   void follow(CUstream stream);
-  template <typename Params>
-  void launch(CUfunction function, int num_threads, int num_blocks, std::size_t shared_bytes, const Params& params,
-              CUstream stream);
-  bool is_small(int num_tokens) const;
+  void launch(const KernelModule& kernel, const DispatchKernelParams& params, CUstream stream);
+  void launch(const KernelModule& kernel, const CombineKernelParams& params, CUstream stream);
+  void launch(const KernelModule& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
+  const KernelModule& choose(const std::vector<KernelModule>& kernels, int num_tokens) const;
+  void add_device_counts(const Lane& lane, RuntimeStats& stats) const;
 
   Problem problem_;
   Plan plan_;
   CudaPlan cuda_plan_;
   std::optional<PrimaryContext> context_;
-  std::vector<KernelModule> modules_;  // small work, large dispatch, large combine
+  std::vector<KernelModule> dispatch_, combine_;  // for few tokens and, where that occurs, for many
   std::optional<SymmetricMemory> inboxes_;
-  std::vector<DeviceMemory> memory_;  // outputs and state of every lane, then the abort word
+  std::vector<DeviceMemory> memory_;  // outputs and state of every lane, then the words of all lanes
   std::optional<HostReport> report_;
   CUstream own_stream_ = nullptr;  // for set-up and stats()
   CUevent last_work_ = nullptr;

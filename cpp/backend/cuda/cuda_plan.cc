@@ -9,16 +9,30 @@
 namespace expertwire::cuda {
 namespace {
 
-// Measured on two H200 (docs/kernels.md): few tokens want short blocks, which start and end quickly; many want as many
-// warps as fit, dispatch with room for the next kernel's blocks beside its own.
-constexpr Variant kSmallWork{256, 4, 4, 1};
-constexpr Variant kLargeDispatch{512, 2, 4, 1};
-constexpr Variant kLargeCombine{1024, 1, 4, 1};
+constexpr int kSmallWorkThreads = 256;
+
+// Few tokens want short blocks, which start and end quickly; many want many warps, but RANK_MAJOR's dispatch rather room for
+// the next kernel's blocks beside its own (docs/kernels.md). Threads and blocks bound the registers of a thread, 65536 over
+// their product, so that nothing spills. kMarkBatch: ids that a thread of dispatch asks for at once. kGather: expert rows
+// that a warp of combine does.
+void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& facts, bool many_tokens_occur) {
+  const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
+  // These take more registers; for other architectures than sm_90 the compiler does, too.
+  const bool wide = problem.num_ranks > 2 || facts.major != 9, mask = problem.shape.mask;
+  const int num_small = mask ? 1 : wide ? 2 : 3;
+  plan.dispatch = {{Kernel::DISPATCH, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kMarkBatch", 1}}}};
+  plan.combine = {{Kernel::COMBINE, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kGather", 4}}}};
+  if (!many_tokens_occur) return;
+  const bool half = rank_major || mask;  // of the threads that fit
+  const int num_dispatch = half ? 480 : wide ? 736 : 992, num_combine = mask ? 480 : wide ? 608 : 992;
+  plan.dispatch.push_back(
+      {Kernel::DISPATCH, num_dispatch, rank_major && !mask ? 2 : 1, {{"kWords", 1}, {"kMarkBatch", 2}}});
+  plan.combine.push_back({Kernel::COMBINE, num_combine, 1, {{"kWords", 1}, {"kGather", 2}}});
+}
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::Unsupported, text); }
 
 void check_supported(const Problem& problem, const DeviceFacts& facts) {
-  const RuntimeConfig& config = problem.config;
   const std::string capability = std::to_string(facts.major) + "." + std::to_string(facts.minor);
   if (facts.major < 8) refuse("device: compute capability " + capability + ", the CUDA backend needs 8.0 or newer");
   if (problem.shape.fp8 && facts.major * 10 + facts.minor < 89) {
@@ -28,11 +42,10 @@ void check_supported(const Problem& problem, const DeviceFacts& facts) {
     refuse("num_ranks = " + std::to_string(problem.num_ranks) + ": the CUDA backend takes at most " +
            std::to_string(kMaxGpuRanks));
   }
-  if (config.on_peer_loss == PeerLossPolicy::MASK) refuse("on_peer_loss = MASK: not on CUDA in this version");
-  if (config.validate) refuse("validate: ids are not checked on CUDA in this version; wrong ones are dropped");
 }
 
 int choose_blocks(const char* field, int asked, const DeviceFacts& facts) {
+  if (facts.num_sms == 0) return asked;
   const int most = std::max(1, facts.num_sms / facts.num_ranks_here);
   if (asked > most) {
     throw Error(ErrorCode::InvalidArgument, std::string(field) + " = " + std::to_string(asked) + ": at most " +
@@ -52,30 +65,41 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
   plan.combine_blocks = choose_blocks("combine_num_blocks", problem.config.combine_num_blocks, facts);
   // A kernel that waits for its predecessor holds its place: with several ranks on a device it could keep a peer's out.
   plan.dependent_launch = facts.major >= 9 && facts.num_ranks_here == 1;
-  plan.dispatch_shared_bytes =
-      dispatch_shared_bytes(problem.shape, problem.config.output_layout == DispatchLayout::RANK_MAJOR);
+  const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
+  plan.dispatch_shared_bytes = dispatch_shared_bytes(problem.shape, rank_major);
   if (plan.dispatch_shared_bytes > facts.max_shared_bytes) {
     refuse("num_experts = " + std::to_string(problem.shape.num_experts) +
            " with max_tokens_per_rank = " + std::to_string(problem.shape.max_tokens_per_rank) + ": routing needs " +
            std::to_string(plan.dispatch_shared_bytes) + " bytes of shared memory, the device has " +
            std::to_string(facts.max_shared_bytes));
   }
-  plan.small_work = kSmallWork;
-  plan.large_dispatch = kLargeDispatch;
-  plan.large_combine = kLargeCombine;
-  plan.small_work_pieces = facts.num_sms / facts.num_ranks_here * kSmallWork.num_threads / 32;
+  // A warp for each part of an own token's row: 512 bytes of its payload, or its facts.
+  const int parts_of_row = (problem.shape.hidden_size + 255) / 256 + 1;
+  plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts_of_row;
+  choose_variants(plan, problem, facts,
+                  plan.dispatch_blocks == 0 || problem.shape.max_tokens_per_rank > plan.small_work_tokens);
   return plan;
 }
 
+const char* name(Kernel kernel) { return kernel == Kernel::DISPATCH ? "dispatch" : "combine"; }
+
 std::string CudaPlan::to_string() const {
-  return "cuda plan: " + architecture + ", blocks " + std::to_string(dispatch_blocks) + " and " +
-         std::to_string(combine_blocks) + ", threads " + std::to_string(small_work.num_threads) + " up to " +
-         std::to_string(small_work_pieces) + " pieces, then " + std::to_string(large_dispatch.num_threads) + " and " +
-         std::to_string(large_combine.num_threads) + ", shared " + std::to_string(dispatch_shared_bytes) +
-         " B, dependent launch " + (dependent_launch ? "on" : "off");
+  std::string text = "cuda plan: " + architecture + ", blocks " + std::to_string(dispatch_blocks) + " and " +
+                     std::to_string(combine_blocks);
+  const auto add_threads = [&](std::size_t which) {
+    text += ", threads " + std::to_string(dispatch[which].num_threads) + " and " +
+            std::to_string(combine[which].num_threads);
+  };
+  add_threads(0);
+  if (dispatch.size() > 1) {
+    text += " up to " + std::to_string(small_work_tokens) + " tokens";
+    add_threads(1);
+  }
+  return text + ", shared " + std::to_string(dispatch_shared_bytes) + " B, dependent launch " +
+         (dependent_launch ? "on" : "off");
 }
 
-std::string config_source(const Problem& problem, const Variant& variant) {
+std::string program_source(const Problem& problem, const Variant& variant) {
   const RuntimeConfig& config = problem.config;
   const Shape& shape = problem.shape;
   std::string text = "namespace expertwire::config {\n";
@@ -105,11 +129,20 @@ std::string config_source(const Problem& problem, const Variant& variant) {
   flag("kUe8m0", shape.ue8m0);
   flag("kColumnScales", config.quant.scale_layout == ScaleLayout::COLUMN);
   number("kInvalidId", config.invalid_token_expert_id);
+  flag("kValidate", config.validate);
+  flag("kMask", shape.mask);
   number("kNumThreads", variant.num_threads);
   number("kBlocksPerSm", variant.blocks_per_sm);
-  number("kGather", variant.gather);
-  number("kInFlight", variant.in_flight);
-  return text + "}\n";
+  for (const auto& [constant, value] : variant.tuning) number(constant, value);
+  return text + "}\n#include \"" + name(variant.kernel) + ".cuh\"\n";
+}
+
+std::vector<std::string> program_sources(const Problem& problem, const CudaPlan& plan) {
+  std::vector<std::string> sources;
+  for (const auto* variants : {&plan.dispatch, &plan.combine}) {
+    for (const Variant& variant : *variants) sources.push_back(program_source(problem, variant));
+  }
+  return sources;
 }
 
 }  // namespace expertwire::cuda

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "backend/backend.hpp"
 
@@ -10,17 +12,23 @@ namespace expertwire::cuda {
 
 struct DeviceFacts {
   int major = 0, minor = 0;  // compute capability
-  int num_sms = 0;
+  int num_sms = 0;           // 0: not known, when kernels are compiled ahead of time for any GPU of an architecture
   std::size_t max_shared_bytes = 0;  // a block may ask for
   int num_ranks_here = 1;            // ranks of the group on this device: they share its SMs
 };
 
-// One compilation of both kernels.
+enum class Kernel { DISPATCH, COMBINE };
+
+const char* name(Kernel kernel);  // "dispatch": of dispatch.cuh and dispatch_kernel
+
+// One compiled program: a kernel and what it is tuned by.
 struct Variant {
-  int num_threads = 0;    // of a block
+  Kernel kernel = Kernel::DISPATCH;
+  int num_threads = 0;    // of a block that move rows; a block has one warp more
   int blocks_per_sm = 0;  // that must fit at once: the next kernel's blocks are there before the last one's have left
-  int gather = 0;         // expert rows that a warp of combine loads at once
-  int in_flight = 0;      // pieces of rows that a warp of dispatch loads at once
+  std::vector<std::pair<const char*, int>> tuning;  // constants of this kernel alone, by name
+
+  int block_threads() const { return num_threads + 32; }
 };
 
 struct CudaPlan {
@@ -29,15 +37,18 @@ struct CudaPlan {
   int combine_blocks = 0;
   bool dependent_launch = false;
   std::size_t dispatch_shared_bytes = 0;
-  Variant small_work, large_dispatch, large_combine;
-  int small_work_pieces = 0;  // up to this many pieces of 512 bytes of own tokens, small_work is launched
+  // For few tokens and, unless no call can bring more, for many: the small one is launched up to small_work_tokens.
+  std::vector<Variant> dispatch, combine;
+  int small_work_tokens = 0;
   std::string to_string() const;
 };
 
 // Throws Unsupported for what the device or this version cannot do, InvalidArgument for grids that do not fit.
 CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts);
 
-// The text of namespace expertwire::config for one variant.
-std::string config_source(const Problem& problem, const Variant& variant);
+// The source of one program: namespace expertwire::config, and the kernel that reads it.
+std::string program_source(const Problem& problem, const Variant& variant);
+// Of all programs of a plan: those of dispatch, then those of combine.
+std::vector<std::string> program_sources(const Problem& problem, const CudaPlan& plan);
 
 }  // namespace expertwire::cuda

@@ -16,6 +16,8 @@ namespace {
 constexpr int kOldestDriver = 12000;  // as cuDriverGetVersion writes CUDA 12.0
 constexpr int kOldestComputeMajor = 8;
 constexpr std::array kNvrtcMajors{13, 12};
+constexpr const char* kCudaFolder = "/usr/local/cuda/lib64";
+constexpr std::array kNvtxNames{"libnvtx3interop.so.1", "libnvToolsExt.so.1"};  // of CUDA 13, and of those before
 
 // Libraries stay open for good: objects that live as long as the process call them.
 void* open_library(const std::string& name) { return dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL); }
@@ -78,6 +80,14 @@ void find_execution(Driver& d, Symbols& symbols) {
   symbols.find(d.cuEventRecord, "cuEventRecord");
   symbols.find(d.cuEventSynchronize, "cuEventSynchronize");
   symbols.find(d.cuEventQuery, "cuEventQuery");
+  symbols.find(d.cuEventElapsedTime, "cuEventElapsedTime");
+  symbols.find(d.cuStreamBeginCapture, "cuStreamBeginCapture_v2");
+  symbols.find(d.cuStreamEndCapture, "cuStreamEndCapture");
+  symbols.find(d.cuGraphInstantiateWithFlags, "cuGraphInstantiateWithFlags");
+  symbols.find(d.cuGraphUpload, "cuGraphUpload");
+  symbols.find(d.cuGraphLaunch, "cuGraphLaunch");
+  symbols.find(d.cuGraphExecDestroy, "cuGraphExecDestroy");
+  symbols.find(d.cuGraphDestroy, "cuGraphDestroy");
 }
 
 void find_memory(Driver& d, Symbols& symbols) {
@@ -183,7 +193,7 @@ bool find_nvrtc(Nvrtc& n, void* library) {
 // Folders in the order of the search; empty: wherever the dynamic loader looks.
 std::vector<std::string> search_places(const std::vector<std::string>& folders) {
   if (!env().nvrtc_dir.empty()) return {env().nvrtc_dir};
-  std::vector<std::string> places{"", "/usr/local/cuda/lib64"};
+  std::vector<std::string> places{"", kCudaFolder};
   places.insert(places.end(), folders.begin(), folders.end());
   return places;
 }
@@ -210,6 +220,35 @@ void* open_nvrtc(const std::string& place, int major, std::string& reasons) {
   void* library = open_library(path);
   if (library == nullptr) reasons += "; " + last_load_error();
   return library;
+}
+
+struct LoadedNvtx {
+  Nvtx nvtx{};
+  std::string state = "off";
+};
+
+LoadedNvtx load_nvtx() {
+  LoadedNvtx result;
+  if (!env().nvtx) return result;
+  for (const char* name : kNvtxNames) {
+    void* library = open_library(name);
+    if (library == nullptr) library = open_library(std::string(kCudaFolder) + "/" + name);
+    if (library == nullptr) continue;
+    Symbols symbols(library);
+    symbols.find(result.nvtx.nvtxRangePushA, "nvtxRangePushA");
+    symbols.find(result.nvtx.nvtxRangePop, "nvtxRangePop");
+    if (!symbols.missing().empty()) continue;
+    result.state = "on";
+    return result;
+  }
+  result.state = std::string("EXPERTWIRE_NVTX is 1, but neither ") + kNvtxNames[0] + " nor " + kNvtxNames[1] +
+                 " is in the system's library folders or in " + kCudaFolder + ": there are no ranges";
+  return result;
+}
+
+const LoadedNvtx& loaded_nvtx() {
+  static const LoadedNvtx instance = load_nvtx();
+  return instance;
 }
 
 [[noreturn]] void refuse_without_nvrtc(const std::vector<std::string>& places, const std::string& reasons) {
@@ -269,6 +308,10 @@ const Nvrtc& nvrtc() {
   }
   refuse_without_nvrtc(places, reasons);
 }
+
+const Nvtx* nvtx() { return loaded_nvtx().state == "on" ? &loaded_nvtx().nvtx : nullptr; }
+
+std::string nvtx_state() { return loaded_nvtx().state; }
 
 std::optional<std::string> why_unusable() {
   const LoadedDriver& loaded = loaded_driver();

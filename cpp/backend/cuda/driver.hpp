@@ -59,6 +59,15 @@ struct Driver {
   CUresult (*cuEventRecord)(CUevent, CUstream);
   CUresult (*cuEventSynchronize)(CUevent);
   CUresult (*cuEventQuery)(CUevent);
+  CUresult (*cuEventElapsedTime)(float* milliseconds, CUevent from, CUevent to);
+
+  CUresult (*cuStreamBeginCapture)(CUstream, CUstreamCaptureMode);
+  CUresult (*cuStreamEndCapture)(CUstream, CUgraph*);
+  CUresult (*cuGraphInstantiateWithFlags)(CUgraphExec*, CUgraph, unsigned long long flags);
+  CUresult (*cuGraphUpload)(CUgraphExec, CUstream);
+  CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
+  CUresult (*cuGraphExecDestroy)(CUgraphExec);
+  CUresult (*cuGraphDestroy)(CUgraph);
 
   CUresult (*cuMemGetAllocationGranularity)(std::size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags);
   CUresult (*cuMemCreate)(CUmemGenericAllocationHandle*, std::size_t, const CUmemAllocationProp*,
@@ -105,6 +114,17 @@ void set_nvrtc_search_path(const std::vector<std::string>& folders);
 // The compiler, of CUDA 13 or 12 and not of a newer major version than the driver, if there is one. Throws Unsupported,
 // with what to do and where it was looked for.
 const Nvrtc& nvrtc();
+
+// The profiler's ranges, which the library exports under these names.
+struct Nvtx {
+  int (*nvtxRangePushA)(const char* name);
+  int (*nvtxRangePop)();
+};
+
+// Null unless EXPERTWIRE_NVTX asks for ranges and the library is found.
+const Nvtx* nvtx();
+// "off", "on", or why there are none although they were asked for.
+std::string nvtx_state();
 
 // Why no communicator can be made on a GPU of this machine, as far as can be told without one; nullopt if it can.
 std::optional<std::string> why_unusable();

@@ -6,12 +6,15 @@
 #include <atomic>
 #include <charconv>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <system_error>
 #include <vector>
@@ -229,7 +232,32 @@ std::string cache_key(const std::string& source, const std::string& architecture
   return digest.to_string();
 }
 
-// The number after `mark` in a line; 0 if it is not there.
+// Ranks that are threads of one process ask for the same kernels at once: one compiles, the others find them kept.
+class Turn {
+ public:
+  explicit Turn(const std::string& key) : key_(key) {
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [&] { return !compiling_.contains(key); });
+    compiling_.insert(key);
+  }
+  ~Turn() {
+    {
+      const std::lock_guard lock(mutex_);
+      compiling_.erase(key_);
+    }
+    ended_.notify_all();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  static inline std::mutex mutex_;
+  static inline std::condition_variable ended_;
+  static inline std::set<std::string> compiling_;
+  std::string key_;
+};
+
+// The number before `mark` in a line; 0 if it is not there.
 int number_before(const std::string& line, std::string_view mark) {
   const std::size_t end = line.find(mark);
   if (end == std::string::npos) return 0;
@@ -263,10 +291,9 @@ KernelImage compile_source(const std::string& source, const std::string& archite
   const int number = architecture_number(architecture);
   const Nvrtc& compiler = nvrtc();
   check_compiler_knows(compiler, number, architecture);
-  const KernelCache cache(cache_key(source, architecture, version_text(compiler)));
-  // Ranks that are threads of one process ask for the same kernels at once: one compiles, the others find them kept.
-  static std::mutex one_at_a_time;
-  const std::lock_guard lock(one_at_a_time);
+  const std::string key = cache_key(source, architecture, version_text(compiler));
+  const KernelCache cache(key);
+  const Turn turn(key);
   std::optional<KernelImage> image = cache.load();
   if (!image) {
     image = compile(compiler, source, architecture);
@@ -276,8 +303,13 @@ KernelImage compile_source(const std::string& source, const std::string& archite
   return *image;
 }
 
-KernelImage compile_kernels(const std::string& config_source, const std::string& architecture) {
-  return compile_source(config_source + "\n#include \"dispatch.cuh\"\n#include \"combine.cuh\"\n", architecture);
+std::vector<KernelImage> compile_sources(const std::vector<std::string>& sources, const std::string& architecture) {
+  std::vector<std::future<KernelImage>> compilations;
+  for (const std::string& source : sources)
+    compilations.push_back(std::async(std::launch::async, [&] { return compile_source(source, architecture); }));
+  std::vector<KernelImage> images;
+  for (std::future<KernelImage>& compilation : compilations) images.push_back(compilation.get());
+  return images;
 }
 
 std::map<std::string, KernelResources> kernel_resources(const std::string& log) {

@@ -9,7 +9,8 @@
 namespace expertwire::cuda {
 
 // Compiles all kernels that a communicator of this problem loads on a GPU of this architecture, such as "sm_90" (a suffix
-// makes no difference). The same for every rank. Throws what compile_kernels and make_cuda_plan throw.
-std::vector<KernelImage> precompile(const Problem& problem, const std::string& architecture);
+// makes no difference). `num_sms` are those that the rank has to itself there; 0: whatever any GPU may need. The same for
+// every rank. Throws what compile_sources and make_cuda_plan throw.
+std::vector<KernelImage> precompile(const Problem& problem, const std::string& architecture, int num_sms);
 
 }  // namespace expertwire::cuda

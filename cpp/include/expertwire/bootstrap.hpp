@@ -1,31 +1,46 @@
-// Who takes part: a rank, a size, and two collectives used at set-up only. Nothing of the data path goes through here.
+/// @file
+/// Who takes part: a rank, a size, and two collectives used at set-up only. Nothing of the data path goes through here.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-namespace expertwire {
+namespace [[gnu::visibility("default")]] expertwire {
 
-// Collectives are called by all ranks in the same order, from one thread of a rank at a time. An implementation bounds
-// its waits and throws Error (PeerLost with operation "construct", or Backend) when it cannot complete.
+/// One rank's end of a group. Derive from it to meet by means of your own; docs/cpp.md has an example.
+///
+/// Collectives are called by all ranks in the same order, from one thread of a rank at a time. An implementation bounds
+/// its waits, and throws Error when it cannot complete: PeerLost with the missing ranks and operation "construct", or
+/// Backend. Ranks that wait for one that threw must come to an end too, at the latest by their own bound.
 class Bootstrap {
  public:
-  virtual ~Bootstrap() = default;
+  virtual ~Bootstrap();
+
+  /// This rank, from 0 to size() - 1; constant.
   virtual int rank() const = 0;
+  /// Number of ranks; constant, and equal on all of them.
   virtual int size() const = 0;
-  // Contributes one byte string and returns those of all ranks by rank. Lengths may differ.
+  /// Collective. Contributes one string of bytes (any bytes, also none) and returns those of all ranks by rank. Lengths
+  /// may differ between ranks. The library passes up to about a kilobyte for each rank.
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
-  virtual void barrier() { all_gather({}); }
+  /// Collective. Returns once every rank has called; all_gather of nothing unless overridden.
+  virtual void barrier();
 };
 
-// One bootstrap for each of `size` threads of this process.
+/// One bootstrap for each of `size` threads of this process; hand each to its thread. A rank whose bootstrap is
+/// destroyed while others wait for it counts as missing at once.
+/// @param timeout_s  bound of each collective in seconds, above 0 and at most 1e6
+/// @throws Error InvalidArgument
 std::vector<std::shared_ptr<Bootstrap>> make_local_bootstraps(int size, double timeout_s = 300.0);
 
-// Processes of one host meet at an abstract Unix socket named after `key` and the user; rank 0 serves. Every rank
-// passes the same key and size. Peers of another user are refused. The object may serve several runtimes, one after another.
+/// Collective. Processes of one host and user meet at an abstract Unix socket named after `key` and the user; rank 0
+/// serves. The object may serve several runtimes, one after another.
+/// @param rank, size  such as a launcher's environment variables tell
+/// @param key         any text; the same on all ranks of a job, different for jobs that run at the same time
+/// @param timeout_s   bound of the meeting and of each collective in seconds, above 0 and at most 1e6
+/// @throws Error InvalidArgument (also when two jobs meet under a key), PeerLost (who did not come, or left), Backend;
+///         processes of another user are refused
 std::shared_ptr<Bootstrap> make_host_bootstrap(int rank, int size, const std::string& key, double timeout_s = 300.0);
 
 }  // namespace expertwire

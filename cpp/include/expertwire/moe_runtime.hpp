@@ -1,4 +1,5 @@
-// expert-parallel dispatch and combine. See types.hpp for the symbols.
+/// @file
+/// Expert-parallel dispatch and combine. types.hpp explains the symbols.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +10,20 @@
 #include "expertwire/error.hpp"
 #include "expertwire/types.hpp"
 
-namespace expertwire {
+namespace [[gnu::visibility("default")]] expertwire {
 
-// Names one dispatch of one runtime. A small value: copy it freely. It goes stale when its lane is dispatched again, that
-// is after F newer dispatches; combine refuses it then, as it refuses an empty one and one of another runtime.
+/// Names one dispatch of one runtime. A small value: copy it freely. It goes stale when its lane is dispatched again,
+/// that is after F newer dispatches; combine refuses it then, as it refuses an empty one and one of another runtime.
+/// Until then it may be combined again.
 class DispatchHandle {
  public:
   DispatchHandle() = default;
+  /// Names nothing: not made by dispatch.
   bool empty() const noexcept { return runtime_id_ == 0; }
-  int lane() const noexcept { return lane_; }              // which LaneBuffers hold the output
-  int num_tokens() const noexcept { return num_tokens_; }  // T of this rank
+  /// Which LaneBuffers hold the output.
+  int lane() const noexcept { return lane_; }
+  /// T of this rank in that dispatch.
+  int num_tokens() const noexcept { return num_tokens_; }
 
  private:
   friend class MoERuntime;
@@ -28,75 +33,137 @@ class DispatchHandle {
   int num_tokens_ = 0;
 };
 
-// Inputs of one dispatch. The runtime reads them before dispatch returns (CPU) or in stream order (CUDA) and keeps none.
+/// Inputs of one dispatch. The caller owns all of them, in the memory of the device. The runtime reads them before
+/// dispatch returns (CPU) or in stream order (CUDA) and keeps none: ids and weights that combine needs are copied. Each
+/// pointer is a multiple of its element's size, and no input may overlap what the call writes.
 struct LatencyDispatchRequest {
-  const void* x = nullptr;             // [T, H] BF16; E4M3 if block_scales is set. May be null if num_tokens is 0.
-  const void* block_scales = nullptr;  // rows are quantised already: [T, S] float32, or UE8M0 [T, ceil(S/4)] int32
-  const void* topk_ids = nullptr;      // [T, K] global ids, negative: this slot selects nothing
+  /// [T, H] BF16, or E4M3 if block_scales is given. May be null if num_tokens is 0.
+  const void* x = nullptr;
+  /// FP8_E4M3 only: x is quantised already, and these are its scales: [T, S] float32, or UE8M0 [T, ceil(S/4)] int32.
+  const void* block_scales = nullptr;
+  /// [T, K] of topk_ids_type: global ids below E, none twice in a token; negative: this slot selects nothing. May be
+  /// null if num_tokens is 0. The CPU refuses wrong ids; CUDA, which may not stop to look, drops them.
+  const void* topk_ids = nullptr;
   IndexType topk_ids_type = IndexType::INT64;
-  const float* weights = nullptr;  // [T, K]; null: 1 everywhere
-  int num_tokens = 0;              // T <= M, may differ between ranks and calls
-  void* output_buffer = nullptr;   // caller's tokens array instead of LaneBuffers::tokens
-  void* stream = nullptr;          // CUDA stream; an error on the CPU
-};
-
-struct LatencyCombineRequest {
-  const void* expert_output = nullptr;  // BF16, rows in the order of the dispatch output
-  DispatchHandle handle;
-  const float* weights = nullptr;  // [T, K]; replaces the weights given at dispatch (EXPERT_MAJOR only)
-  void* out = nullptr;             // [T, H] BF16
-  int num_tokens = 0;              // T of the dispatch
+  /// [T, K]; null: 1 everywhere.
+  const float* weights = nullptr;
+  /// T, 0 to M; may differ between ranks and calls.
+  int num_tokens = 0;
+  /// Where received rows go instead of LaneBuffers::tokens; of its shape, the caller's.
+  void* output_buffer = nullptr;
+  /// CUDA: the stream (cudaStream_t or CUstream; null is the default stream) that the operation is put on. Must be null
+  /// on the CPU.
   void* stream = nullptr;
 };
 
-// Reserved: requests of the throughput mode. Every use is refused with ErrorCode::Unsupported.
+/// Inputs and the output of one combine, all owned by the caller but for the runtime's own buffers. The runtime is done
+/// with them when combine returns (CPU) or in stream order (CUDA).
+struct LatencyCombineRequest {
+  /// BF16 rows in the order of the dispatch output: EXPERT_MAJOR [L, R*M, H], RANK_MAJOR [R*M, H] already weighted and
+  /// summed by the caller, RANK_MAJOR with DIRECT_SEND [R*M, K, H] already weighted. LaneBuffers::combine_input or any
+  /// other array. May be null on a rank without experts.
+  const void* expert_output = nullptr;
+  /// What the dispatch returned whose rows these are.
+  DispatchHandle handle;
+  /// [T, K], EXPERT_MAJOR only: used instead of the weights given at dispatch. On CUDA with RANK_LOCAL_REDUCE only if
+  /// dispatch was given none. Ranks need not agree on whether they give them.
+  const float* weights = nullptr;
+  /// [T, H] BF16; zeros for a token that selected nothing. May be null if num_tokens is 0. Must not overlap the inputs.
+  void* out = nullptr;
+  /// T of that dispatch.
+  int num_tokens = 0;
+  /// As in LatencyDispatchRequest.
+  void* stream = nullptr;
+};
+
+/// Reserved: requests of the throughput mode. Every use is refused with ErrorCode::Unsupported.
 struct ThroughputDispatchRequest {
   LatencyDispatchRequest request;
 };
+/// Reserved, as ThroughputDispatchRequest.
 struct ThroughputCombineRequest {
   LatencyCombineRequest request;
 };
 
-// One rank's end of a group. All members that say "collective" are called by every rank in the same order. One thread at
-// a time. After close(), or once a peer is lost under PeerLossPolicy::RAISE, operations throw.
+/// One rank's end of a group that exchanges tokens.
+///
+/// **Who calls together.** Members marked collective are called by every rank of the group in the same order, each with
+/// its own tokens. All others concern this rank alone.
+///
+/// **Threads.** One thread at a time per object. Different objects are independent.
+///
+/// **Streams.** On the CPU an operation is complete when its call returns. On CUDA it is put on the request's stream
+/// and the call does not wait for the GPU; operations of one runtime run one after another also when their streams
+/// differ. Both may be captured into a graph.
+///
+/// **Errors.** All are Error, but for std::bad_alloc after construction. What the host can see is checked before
+/// anything is sent: such a call counts for nothing, the peers wait within timeout_s for this rank's corrected one, and
+/// the runtime stays usable. Once a peer is lost under PeerLossPolicy::RAISE every later operation throws PeerLost.
+/// After close() operations throw InvalidArgument.
+///
+/// **Memory.** All of it is allocated at construction.
 class MoERuntime {
  public:
-  // Collective. Throws on every rank if any rank cannot be built: InvalidArgument (also when ranks disagree on a field,
-  // naming it), Unsupported, Backend, PeerLost.
+  /// Collective: every rank gets a runtime, or every rank throws.
+  /// @param bootstrap  kept until the constructor returns, and used by nobody else meanwhile
+  /// @throws Error InvalidArgument if a field is wrong, or ranks differ in one (naming it and every rank's value);
+  ///         Unsupported; Backend if the system or driver refused, or memory ran out; PeerLost if a rank does not come
   MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config);
-  ~MoERuntime();  // close()
+  /// close(), and frees the buffers. Not collective, never throws, and safe after a peer was lost. On CUDA it waits for
+  /// this runtime's own operations, whose waits are bounded.
+  ~MoERuntime();
   MoERuntime(const MoERuntime&) = delete;
   MoERuntime& operator=(const MoERuntime&) = delete;
 
-  // Collective. Sends this rank's tokens and receives those for its experts into the next lane's buffers. An error the
-  // host can see is thrown before anything is sent and consumes no epoch.
+  /// Collective. Sends this rank's tokens to the ranks of their experts, and receives those for its own into the
+  /// buffers of next_lane().
+  /// @return the handle that combine takes
+  /// @throws Error InvalidArgument, PeerLost
   DispatchHandle dispatch(const LatencyDispatchRequest& request);
-  // Collective. Returns expert outputs to their tokens' ranks and sums them into request.out.
+  /// Collective, with the handle of the same dispatch on every rank. Returns expert outputs to their tokens' ranks,
+  /// which sum them into request.out.
+  /// @throws Error InvalidArgument, InvalidHandle, Unsupported, PeerLost
   void combine(const LatencyCombineRequest& request);
+  /// @throws Error Unsupported, always
   DispatchHandle dispatch(const ThroughputDispatchRequest& request);
+  /// @throws Error Unsupported, always
   void combine(const ThroughputCombineRequest& request);
 
   int rank() const noexcept;
   int num_ranks() const noexcept;
+  /// L; may be 0.
   int num_local_experts() const noexcept;
+  /// Global id of local expert 0.
   int first_local_expert() const noexcept;
   MoEMode mode() const noexcept;
-  const RuntimeConfig& config() const noexcept;  // with every default resolved
-  bool is_available() const noexcept;            // neither closed nor ended by a lost peer
-  int next_lane() const noexcept;                // lane of the next dispatch
+  /// As given, with every default filled in. Lives as long as the runtime.
+  const RuntimeConfig& config() const noexcept;
+  /// Neither closed nor ended by a lost peer.
+  bool is_available() const noexcept;
+  /// Lane of the next dispatch, 0 to F - 1.
+  int next_lane() const noexcept;
 
+  /// @throws Error InvalidArgument unless lane is 0 to F - 1
   const LaneBuffers& lane_buffers(int lane) const;
-  void* dispatch_output_buffer() const;  // tokens of the next dispatch's lane
-  void* combine_input_buffer() const;    // of the last dispatch's lane (of lane 0 before the first)
+  /// LaneBuffers::tokens of the next dispatch.
+  void* dispatch_output_buffer() const;
+  /// LaneBuffers::combine_input of the last dispatch; of lane 0 before the first.
+  void* combine_input_buffer() const;
 
+  /// On CUDA this waits for a copy of the counters, which may run beside operations under way and count them in part.
   RuntimeStats stats() const;
   MemoryBytes memory_bytes() const noexcept;
+  /// Ranks that this rank has lost so far, in ascending order.
   std::vector<int> lost_ranks() const;
-  void check();           // throws what was reported since the last call
-  void close() noexcept;  // not collective: peers that still wait are told; twice is fine
+  /// Throws what an operation would: on CUDA, what the device has reported so far.
+  /// @throws Error InvalidArgument after close(), PeerLost
+  void check();
+  /// Takes this rank out. Not collective: peers that still wait for it, now or later, are told (CUDA: find out by their
+  /// time-out). Twice is fine. Buffers live until destruction.
+  void close() noexcept;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -1,4 +1,5 @@
-// A bootstrap over MPI, also across hosts. Header-only: only who includes it needs MPI, the library itself does not.
+/// @file
+/// A bootstrap over MPI. Header-only: only who includes it needs MPI, the library itself does not.
 #pragma once
 
 #include <mpi.h>
@@ -13,13 +14,16 @@
 #include "expertwire/bootstrap.hpp"
 #include "expertwire/error.hpp"
 
-namespace expertwire {
+namespace [[gnu::visibility("default")]] expertwire {
 
-// Works on a duplicate of the communicator given, so that its messages and error handling stay apart from the caller's.
-// Construction and destruction are collective, and come between MPI_Init and MPI_Finalize. MPI has no time-outs: what
-// becomes of the others when a rank dies is up to its launcher.
+/// Works on a duplicate of the communicator given, so that its messages and error handling stay apart from the
+/// caller's. Construction and destruction are collective, and come between MPI_Init and MPI_Finalize. MPI has no
+/// time-outs: what becomes of the others when a rank dies, or stays away, is up to its launcher.
 class MpiBootstrap final : public Bootstrap {
  public:
+  //// Collective over `comm`. The object may serve several runtimes, one after another.
+  /// @throws Error Backend with MPI's text
+  /// @throws Error Backend with MPI's text
   explicit MpiBootstrap(MPI_Comm comm = MPI_COMM_WORLD) {
     check(MPI_Comm_dup(comm, &comm_), "MPI_Comm_dup");
     check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -37,6 +41,7 @@ class MpiBootstrap final : public Bootstrap {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
+  /// @throws Error InvalidArgument if all contributions together reach 2 GiB; Backend with MPI's text
   std::vector<std::string> all_gather(const std::string& mine) override {
     const auto num_ranks = static_cast<std::size_t>(size_);
     const auto my_bytes = static_cast<std::uint64_t>(mine.size());

@@ -1,9 +1,10 @@
-// The version, in the one place that states it: the Python package and the CMake project read this line.
+/// @file
+/// The version, in the one place that states it: the Python package and the CMake project read this line.
 #pragma once
 
 #include <string_view>
 
-namespace expertwire {
+namespace [[gnu::visibility("default")]] expertwire {
 
 inline constexpr std::string_view kVersion = "0.1.0";
 

@@ -7,35 +7,29 @@
 //   receive  a warp takes a piece of a row of any source, waits for it, stores it to its rows, and puts the sentinel back.
 #pragma once
 
+#include "device/dispatch_masking.cuh"
 #include "device/dispatch_receive.cuh"
 #include "device/dispatch_send.cuh"
+#include "device/validate.cuh"
 
 namespace expertwire {
-
-// Ids and weights of padding rows are defined.
-__device__ inline void clear_padding(const DispatchContext& c) {
-  if constexpr (!config::kRankMajor) return;
-  for (i32 i = grid_thread(); i < kSourceRows * kTopk; i += grid_threads()) {
-    const i32 row = i / kTopk;
-    if (row % kMaxTokens < c.marks.num_rows[row / kMaxTokens]) continue;
-    c.p.out_topk_ids[i] = config::kInvalidId;
-    c.p.out_weights[i] = 0.0f;
-  }
-}
 
 // Tags and weights that the dispatch before received: every block has read them, for its kernel has ended.
 __device__ inline void clear_old_tags(const DispatchContext& c) {
   const u32 old_buffer = (c.buffers.route + kNumRouteBuffers - 1) % kNumRouteBuffers;
   u32* tags = row_tags(c.inbox, old_buffer, 0, 0);
+#pragma unroll 1
   for (i32 i = grid_thread(); i < kRanks * kTagWords; i += grid_threads()) store_relaxed_sys(tags + i, kSentinel);
   Word* weights = reinterpret_cast<Word*>(weight_words(c.inbox, kInbox.row_weights, old_buffer, 0, 0));
+#pragma unroll 1
   for (i32 i = grid_thread(); i < kRanks * kWeightWords / 4; i += grid_threads())
     store_relaxed_sys(weights + i, sentinel_word());
 }
 
 // A dispatch that did not complete shows no rows. By any block that gave up, at least a time-out after all counts were written.
 __device__ inline void clear_counts(const DispatchKernelParams& p) {
-  for (i32 i = static_cast<i32>(threadIdx.x); i < config::kMaxLocalExperts * kRanks; i += config::kNumThreads) {
+#pragma unroll 1
+  for (i32 i = static_cast<i32>(threadIdx.x); i < config::kMaxLocalExperts * kRanks; i += kBlockThreads) {
     if constexpr (config::kRankMajor) {
       if (i < kRanks) p.num_tokens_per_rank[i] = 0;
       continue;
@@ -46,47 +40,82 @@ __device__ inline void clear_counts(const DispatchKernelParams& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(config::kNumThreads, config::kBlocksPerSm)
+__device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark_loads, Loaded loaded, Wait& wait) {
+  const i32 items = c.p.num_tokens * kParts;
+  mark_tokens(c, mark_loads);
+  sync_workers();
+  if (blockIdx.x == 0) send_counts(c);
+  OwnPart own;
+  i32 item = grid_warp(), kept = item;
+#pragma unroll 1
+  for (; item < items; item += grid_warps()) {
+    if (item != kept) loaded = load_part(c.p, item / kParts, item % kParts);
+    own = make_part(c, item % kParts, loaded);
+    send_part(c, item / kParts, item % kParts, own);
+    kept = item;
+  }
+  wait.look_at_abort();
+  clear_old_tags(c);
+  const Cursor first(c, 1);
+  const bool has_first = kRanks > 1 && first.may_be_sent() && !is_absent(first.source);
+  Received received;
+  if constexpr (kCountsWithRows) {
+    if (has_first) received = load_received(c, first);
+    if (grid_thread() == 0) note_rows(c, c.rank, own_row_count(c, c.rank));
+    if (has_first) await_received(c, first, received, wait);
+  } else {
+    if constexpr (config::kMask) {
+      agree_on_counts(c, wait);
+    } else {
+      take_counts(c, wait);
+      sync_workers();
+    }
+    if (has_first) received = load_received(c, first);
+#pragma unroll 1
+    for (item = kept; !config::kRankMajor && item >= 0 && item < items; item -= grid_warps()) {
+      if (item != kept) own = make_part(c, item % kParts, load_part(c.p, item / kParts, item % kParts));
+      place_own(c, item, own);
+    }
+    if (has_first) await_received(c, first, received, wait);
+  }
+  receive(c, received, wait);
+  validate_ids(c);
+  if (grid_thread() == 0) {
+    *at<u64>(c.p.lane.state, kState.dispatched) = static_cast<u64>(c.p.call) << 32 | static_cast<u32>(c.p.num_tokens);
+    clear_next_counts(c.p.lane.state, c.buffers);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm)
     dispatch_kernel(const __grid_constant__ DispatchKernelParams p) {
   extern __shared__ u32 shared_memory[];
+#pragma unroll 1
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kMarked * kMaskWords; i += kBlockThreads) shared_memory[i] = 0;
   grid_dependency_launch();
-  for (i32 i = static_cast<i32>(threadIdx.x); i < kMarked * kMaskWords; i += config::kNumThreads) shared_memory[i] = 0;
   __syncthreads();
   grid_dependency_wait();
   if (p.num_tokens < 0) return;  // launched at construction so that no later launch has anything to load or to size
-  u32* own_epoch = at<u32>(p.lane.state, kState.dispatch_epochs) + blockIdx.x;
-  const u32 previous = *own_epoch, ended = load_relaxed_sys(p.lane.wait.abort);
   const i32 rank = p.lane.rank;
-  const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
-  Wait wait(p.lane.wait, rank, 0, c.buffers.epoch, ended != 0);
-
-  const SendLoads loads = load_pieces(c, grid_warp());  // in flight while the block routes
-  mark_tokens(c);
-  __syncthreads();
-  if (blockIdx.x == 0) send_counts(c);
-  if (blockIdx.x == gridDim.x - 1 && warp_idx() == kNumWarps - 1) send_packets(c);  // the warp with the least to send
-  send(c, loads);
-  clear_old_tags(c);
-  take_counts(c, wait);
-  const EarlyLoads early = load_early(c);
-  __syncthreads();
-  if constexpr (!config::kRankMajor) {
-    sum_counts(c);
-    __syncthreads();
-    place_own(c);
+  u32* own_epoch = at<u32>(p.lane.state, kState.dispatch_epochs) + blockIdx.x;
+  const u32 previous = *own_epoch;
+  MarkLoads mark_loads;
+  Loaded loaded;
+  if (is_worker()) {  // in flight while the block routes
+    mark_loads = load_marks(p, static_cast<i32>(threadIdx.x));
+    if (grid_warp() < p.num_tokens * kParts) loaded = load_part(p, grid_warp() / kParts, grid_warp() % kParts);
   }
-  receive(c, early, wait);
-  clear_padding(c);
-
-  if (blockIdx.x == 0) {
-    for (i32 source = static_cast<i32>(threadIdx.x); source < kRanks; source += config::kNumThreads) {
-      if (source == rank) continue;
-      // Orders what follows this kernel after the peers' clean-up: relaxed polls of data do not.
-      poll_packet(dispatch_packet(c.inbox, c.buffers, source), c.buffers.epoch, source, wait);
-      load_acquire_sys(dispatch_packet(c.inbox, c.buffers, source));
-    }
+  const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
+  Wait wait(p.lane, 0, c.buffers.epoch);
+  note_absent(p.lane, 0, c.buffers.epoch, wait);
+  if (is_worker()) {
+    move_rows(c, mark_loads, loaded, wait);
+  } else if (has_packets()) {
+    exchange_packets(
+        p.lane, c.buffers.epoch, 0, wait,
+        [&c](u8* inbox, i32 source) { return dispatch_packet(inbox, c.buffers, source); }, [](u32, i32) {});
   }
   if (__syncthreads_or(wait.failed() ? 1 : 0) != 0) clear_counts(p);
+  finish_rows(c, wait);
   if (threadIdx.x == 0) *own_epoch = c.buffers.epoch;
 }
 

@@ -48,6 +48,16 @@ __device__ inline void store_release_sys(u64* address, u64 v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
 
+// Between the blocks of this GPU.
+__device__ inline u32 load_acquire_gpu(const u32* address) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+__device__ inline void store_release_gpu(u32* address, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
 // Rows of this GPU that other kernels wrote: ordinary loads, not kept in L1 since each is read once.
 __device__ inline Word load_once(const Word* address) {
   Word v;
@@ -68,6 +78,12 @@ __device__ inline void grid_dependency_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// A barrier of the first `num_threads` threads of a block.
+template <i32 num_threads>
+__device__ inline void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(num_threads) : "memory");
 }
 
 __device__ inline u64 global_nanoseconds() {

@@ -3,7 +3,7 @@
 // `config` is made by the host for one communicator:
 //   kHiddenSize kNumExperts kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight kFirstExpert[kNumRanks + 1]
 //   kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kColumnScales kInvalidId
-//   kNumThreads kBlocksPerSm kGather kInFlight
+//   kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch, of combine kGather
 #pragma once
 
 #include "../shared/kernel_params.cuh"
@@ -11,9 +11,10 @@
 
 namespace expertwire {
 
-constexpr Shape kShape{config::kNumRanks, config::kNumExperts, config::kMaxLocalExperts, config::kHiddenSize,
-                       config::kNumTopk,  config::kMaxTokens,  config::kMaxInFlight,     config::kFp8,
-                       config::kUe8m0,    config::kDirectSend};
+constexpr Shape kShape{config::kNumRanks,    config::kNumExperts, config::kMaxLocalExperts,
+                       config::kHiddenSize,  config::kNumTopk,    config::kMaxTokens,
+                       config::kMaxInFlight, config::kFp8,        config::kUe8m0,
+                       config::kDirectSend,  config::kMask};
 constexpr InboxLayout kInbox = make_inbox_layout(kShape);
 constexpr LaneStateLayout kState = make_lane_state_layout(kShape);
 constexpr i32 kRanks = config::kNumRanks, kTopk = config::kNumTopk, kTopkPadded = padded_topk(kShape),
@@ -27,10 +28,20 @@ constexpr i32 kCountWords = config::kMaxLocalExperts + 1,
 constexpr u32 kWeightsComeLate = 0x80000000u;  // with a row count: none were given to dispatch, combine may bring them
 constexpr u32 kAllLanes = 0xFFFFFFFFu;
 
+// Work is cut into pieces of kWords chunks; a lane holds one 16-byte word of each chunk of 32.
+constexpr i32 kWords = config::kWords;
+
 static_assert(kTopk <= 32, "a lane for each selection");
+
+// A block has kNumThreads threads that move rows, and one more warp. That of the last block sends and takes packets: their
+// release waits for memory, and nothing may wait for it.
+constexpr i32 kBlockThreads = config::kNumThreads + 32;
+__device__ inline void sync_workers() { sync_threads<config::kNumThreads>(); }
 
 __device__ inline i32 lane_idx() { return static_cast<i32>(threadIdx.x) & 31; }
 __device__ inline i32 warp_idx() { return static_cast<i32>(threadIdx.x) >> 5; }
+__device__ inline bool is_worker() { return static_cast<i32>(threadIdx.x) < config::kNumThreads; }
+__device__ inline bool has_packets() { return blockIdx.x == gridDim.x - 1 && warp_idx() == kNumWarps; }
 // Consecutive items go to different SMs: one token uses as many as it has pieces.
 __device__ inline i32 grid_warp() { return warp_idx() * static_cast<i32>(gridDim.x) + static_cast<i32>(blockIdx.x); }
 __device__ inline i32 grid_warps() { return kNumWarps * static_cast<i32>(gridDim.x); }
@@ -72,6 +83,10 @@ __device__ inline u64* dispatch_packet(u8* inbox, const Buffers& b, i32 source) 
 __device__ inline u64* combine_packet(u8* inbox, const Buffers& b, i32 source) {
   return at<u64>(inbox, kInbox.combine_packets) + b.row * kRanks + source;
 }
+// "Send the sums for my tokens once more, with the weights that I gave to combine."
+__device__ inline u64* repeat_packet(u8* inbox, const Buffers& b, i32 source) {
+  return at<u64>(inbox, kInbox.repeat_packets) + b.row * kRanks + source;
+}
 __device__ inline u64* count_packet(u8* inbox, const Buffers& b, i32 source, i32 local) {
   return at<u64>(inbox, kInbox.count_packets) + (b.row * kRanks + source) * kCountWords + local;
 }
@@ -110,6 +125,14 @@ struct Loss {
   u32 epoch, seen;
 };
 
+// What a wait that expired has seen last.
+template <typename T>
+__device__ inline u32 seen_word(const T&) {
+  return kSentinel;
+}
+__device__ inline u32 seen_word(u32 word) { return word; }
+__device__ inline u32 seen_word(u64 packet) { return static_cast<u32>(packet >> 32); }
+
 // By value and out of line: what waits stays in registers.
 __device__ __noinline__ void report_loss(const WaitParams params, const Loss loss) {
   if (atomicCAS(params.abort, 0u, 1u) != 0u) return;
@@ -124,63 +147,80 @@ __device__ __noinline__ void report_loss(const WaitParams params, const Loss los
   __threadfence_system();
 }
 
-// The slow path of every poll: looks at the clock and at the abort word now and then. A wait that expires is reported once
-// and ends the communicator: all later waits end at once.
-class Wait {
+// Waits that are bounded: one that expires is reported once and ends the communicator, and all later waits end at once.
+// (masking.cuh has the other kind.)
+class EndingWait {
  public:
-  // `ended`: the communicator is over already; no poll waits, and the kernel ends as after a time-out.
-  __device__ Wait(const WaitParams& params, i32 rank, i32 operation, u32 epoch, bool ended)
-      : params_(params), rank_(rank), operation_(operation), epoch_(epoch), failed_(ended) {}
+  __device__ EndingWait(const LaneParams& lane, i32 operation, u32 epoch)
+      : params_(lane.wait), rank_(lane.rank), operation_(operation), epoch_(epoch) {}
+  // Whether the communicator is over already: if so no poll waits any more, and the kernel ends as after a time-out. Asked
+  // for after the first stores, which are what the others wait for.
+  __device__ void look_at_abort() { ended_ = load_relaxed_sys(params_.abort); }
+  __device__ bool failed() const { return (failed_ | ended_) != 0; }
+  __device__ static constexpr bool gone(i32) { return false; }  // no rank is ever left out
 
-  // Called after each failed poll; true: give up.
-  __device__ bool expired(i32 peer, u32 seen) {
-    if (failed_) return true;
-    if ((++polls_ & 127u) != 0) return false;
-    const u64 now = global_nanoseconds();
-    if (start_ == 0) start_ = now;
-    if (load_relaxed_sys(params_.abort) == 0) {
-      if (now - start_ < params_.timeout_ns) return false;
-      report_loss(params_, Loss{rank_, peer, operation_, epoch_, seen});
+  // Loads until `arrived`; false: given up. Looks at the clock and at the abort word now and then.
+  template <typename T, typename Load, typename Arrived>
+  __device__ bool poll(T& value, i32 peer, Load load, Arrived arrived) {
+    u64 start = 0;
+#pragma unroll 1
+    for (u32 polls = 1; !arrived(value); ++polls) {
+      if (failed()) return false;
+      value = load();
+      if (polls % 128 != 0) continue;
+      const u64 now = global_nanoseconds();
+      if (start == 0) start = now;
+      if (load_relaxed_sys(params_.abort) == 0) {
+        if (now - start < params_.timeout_ns) continue;
+        report_loss(params_, Loss{rank_, peer, operation_, epoch_, seen_word(value)});
+      }
+      failed_ = 1;
     }
-    failed_ = true;
     return true;
   }
-  __device__ bool failed() const { return failed_; }
 
  private:
   const WaitParams& params_;
   i32 rank_, operation_;
   u32 epoch_;
-  u32 polls_ = 0;
-  u64 start_ = 0;
-  bool failed_;
+  u32 failed_ = 0, ended_ = 0;
 };
 
-__device__ inline Word poll(const Word* address, Word first, i32 peer, Wait& wait) {
-  while (!has_arrived(first)) {
-    if (wait.expired(peer, kSentinel)) return Word{0, 0, 0, 0};
-    first = load_relaxed_sys(address);
-  }
-  return first;
+template <typename Wait>
+__device__ inline Word poll(const Word* address, Word value, i32 peer, Wait& wait) {
+  const bool came = wait.poll(
+      value, peer, [address] { return load_relaxed_sys(address); }, [](const Word& w) { return has_arrived(w); });
+  return came ? value : Word{0, 0, 0, 0};
 }
 
-__device__ inline u32 poll(const u32* address, i32 peer, Wait& wait) {
-  u32 v = load_relaxed_sys(address);
-  while (v == kSentinel) {
-    if (wait.expired(peer, v)) return 0;
-    v = load_relaxed_sys(address);
-  }
-  return v;
+template <typename Wait>
+__device__ inline u32 poll(const u32* address, u32 value, i32 peer, Wait& wait) {
+  const bool came =
+      wait.poll(value, peer, [address] { return load_relaxed_sys(address); }, [](u32 w) { return w != kSentinel; });
+  return came ? value : 0;
 }
 
 // A packet: epoch in the upper half, data in the lower. The data of a lost peer reads as 0.
+template <typename Wait>
+__device__ inline u32 poll_packet(const u64* address, u64 value, u32 epoch, i32 peer, Wait& wait) {
+  const bool came = wait.poll(
+      value, peer, [address] { return load_relaxed_sys(address); },
+      [epoch](u64 packet) { return static_cast<u32>(packet >> 32) == epoch; });
+  return came ? static_cast<u32>(value) : 0;
+}
+template <typename Wait>
 __device__ inline u32 poll_packet(const u64* address, u32 epoch, i32 peer, Wait& wait) {
-  u64 v = load_relaxed_sys(address);
-  while (static_cast<u32>(v >> 32) != epoch) {
-    if (wait.expired(peer, static_cast<u32>(v >> 32))) return 0;
-    v = load_relaxed_sys(address);
-  }
-  return static_cast<u32>(v);
+  return poll_packet(address, load_relaxed_sys(address), epoch, peer, wait);
+}
+
+// As poll_packet, and what follows comes after all that the peer did before its release.
+template <typename Wait>
+__device__ inline u32 acquire_packet(const u64* address, u32 epoch, i32 peer, Wait& wait) {
+  u64 value = load_acquire_sys(address);
+  const bool came = wait.poll(
+      value, peer, [address] { return load_acquire_sys(address); },
+      [epoch](u64 packet) { return static_cast<u32>(packet >> 32) == epoch; });
+  return came ? static_cast<u32>(value) : 0;
 }
 
 }  // namespace expertwire

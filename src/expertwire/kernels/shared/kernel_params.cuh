@@ -16,10 +16,42 @@ struct LossReport {
   u32 seen;  // the word that was there instead
 };
 
+enum class FaultKind : u32 { NONE, ID_OUT_OF_RANGE, ID_REPEATED, HANDLE_STALE };
+
+// A mistake of the caller that only the device can see, in memory that the host reads and then clears. The first stays.
+struct CallFault {
+  FaultKind kind;  // written last
+  i32 lane;
+  u32 epoch;     // of the operation of its kind on its lane
+  i32 token, k;  // ids: where, and what was there
+  i64 id;
+  u32 wanted, found;  // handles: the host's calls of dispatch
+};
+
+enum class LossKind : u32 { NONE, TIMED_OUT, NAMED };  // by this rank, or by a peer
+
+struct HostWords {  // all that kernels tell the host without being asked
+  LossReport loss;
+  CallFault fault;
+  LossKind lost[kMaxGpuRanks];  // with masking
+};
+
 struct WaitParams {
   u32* abort;  // device word: not 0 once the communicator has ended
   LossReport* report;
   u64 timeout_ns;
+};
+
+// With masking: who is lost, for all lanes. Private memory of the GPU.
+struct LossState {
+  u64 lost_in[kMaxGpuRanks];  // the operation in which a rank was lost, or 0
+  u64 attended_ns;            // when peers were last told that this rank waits
+};
+
+struct MaskParams {
+  LossState* state;
+  LossKind* host;  // [kMaxGpuRanks]
+  u64 notices;     // NoticeLayout of any rank, from this lane's inbox there
 };
 
 // What a kernel needs of its rank and lane. Constant for the life of a communicator.
@@ -27,7 +59,9 @@ struct LaneParams {
   u8* inboxes[kMaxGpuRanks];  // this lane in every rank's segment; own at [rank]
   u8* state;                  // LaneStateLayout
   WaitParams wait;
-  i32 rank;
+  CallFault* fault;
+  MaskParams mask;
+  i32 rank, lane;
 };
 
 struct DispatchKernelParams {
@@ -37,6 +71,7 @@ struct DispatchKernelParams {
   const void* topk_ids;
   const float* weights;  // null: 1
   i32 num_tokens;
+  u32 call;  // the host's number for it, by which combine knows which dispatch it answers
   i32 topk_ids_are_64_bit;
   void* tokens;
   void* scales;
@@ -54,6 +89,7 @@ struct CombineKernelParams {
   const float* weights;  // replaces those of dispatch; null: keep them
   void* out;
   i32 num_tokens;
+  u32 call;  // of the dispatch that is answered
 };
 
 }  // namespace expertwire

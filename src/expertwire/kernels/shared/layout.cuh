@@ -31,6 +31,7 @@ struct Shape {
   bool fp8 = false;          // dispatched rows are E4M3 with scales, else BF16
   bool ue8m0 = false;        // scales are exponent bytes, four in an int32
   bool direct_send = false;  // combine sends one row per (token, expert) instead of one per (token, rank)
+  bool mask = false;         // GPU: ranks go on without the lost ones, whose late stores must meet nobody else's
 };
 
 EW_HOST_DEVICE constexpr u64 align_up(u64 value, u64 alignment) {

@@ -1,0 +1,77 @@
+#include "backend/cuda/host_report.hpp"
+
+#include "backend/cuda/driver.hpp"
+#include "expertwire/error.hpp"
+
+namespace expertwire::cuda {
+namespace {
+
+std::string id_text(const CallFault& fault, int rank, int num_experts) {
+  const std::string slot = "topk_ids[" + std::to_string(fault.token) + ", " + std::to_string(fault.k) +
+                           "] = " + std::to_string(fault.id) + " in dispatch " + std::to_string(fault.epoch) +
+                           " on lane " + std::to_string(fault.lane) + " of rank " + std::to_string(rank);
+  if (fault.kind == FaultKind::ID_REPEATED) return slot + ": the token names this expert twice; this slot was dropped";
+  return slot + ": must be below num_experts = " + std::to_string(num_experts) +
+         ", or negative to select nothing; this slot was dropped";
+}
+
+std::string handle_text(const CallFault& fault, int rank) {
+  return "handle is stale: combine " + std::to_string(fault.epoch) + " on lane " + std::to_string(fault.lane) +
+         " of rank " + std::to_string(rank) + ", a replay, answers call " + std::to_string(fault.wanted) +
+         " of dispatch, but call " + std::to_string(fault.found) + " has used the lane since; its output is NaN";
+}
+
+}  // namespace
+
+HostReport::HostReport() {
+  void* memory = nullptr;
+  check(driver().cuMemHostAlloc(&memory, sizeof(HostWords), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
+        "cuMemHostAlloc");
+  words_ = static_cast<HostWords*>(memory);
+  *words_ = HostWords{};
+  CUdeviceptr device = 0;
+  check(driver().cuMemHostGetDevicePointer(&device, memory, 0), "cuMemHostGetDevicePointer");
+  device_ = reinterpret_cast<HostWords*>(device);
+}
+
+HostReport::~HostReport() {
+  if (words_ != nullptr) driver().cuMemFreeHost(words_);
+}
+
+void HostReport::raise_loss(double timeout_s) const {
+  if (!has_loss()) return;
+  const LossReport& loss = words_->loss;
+  const std::string operation = loss.operation == 0 ? "dispatch" : "combine";
+  const std::string where =
+      "peer lost, the communicator has ended; " + operation + " " + std::to_string(loss.epoch) + ": ";
+  const std::string why = loss.peer == loss.rank
+                              ? "this rank (" + std::to_string(loss.rank) + ") was given up by its peers"
+                              : "rank " + std::to_string(loss.peer) + " did not arrive";
+  throw Error(where + why + " within timeout_s = " + std::to_string(timeout_s) + " s", {loss.peer}, operation,
+              loss.epoch);
+}
+
+std::vector<int> HostReport::lost_ranks() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < kMaxGpuRanks; ++rank) {
+    if (lost(rank) != LossKind::NONE || (has_loss() && words_->loss.peer == rank)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+std::uint64_t HostReport::num_timeouts() const {
+  std::uint64_t count = has_loss() && words_->loss.peer != words_->loss.rank ? 1 : 0;
+  for (int rank = 0; rank < kMaxGpuRanks; ++rank) count += lost(rank) == LossKind::TIMED_OUT ? 1 : 0;
+  return count;
+}
+
+void HostReport::raise_fault(int rank, int num_experts) {
+  volatile FaultKind& kind = words_->fault.kind;
+  if (kind == FaultKind::NONE) return;
+  const CallFault fault = words_->fault;  // whole: a kernel writes the kind last
+  kind = FaultKind::NONE;                 // from here on a kernel may report the next
+  if (fault.kind == FaultKind::HANDLE_STALE) throw Error(ErrorCode::InvalidHandle, handle_text(fault, rank));
+  throw Error(ErrorCode::InvalidArgument, id_text(fault, rank, num_experts));
+}
+
+}  // namespace expertwire::cuda

@@ -1,0 +1,38 @@
+// What kernels tell the host without being asked: who was lost, and what a caller did wrong.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shared/kernel_params.cuh"
+
+namespace expertwire::cuda {
+
+// Pinned memory that kernels write and the host reads without asking the driver. Needs a current context.
+class HostReport {
+ public:
+  HostReport();
+  ~HostReport();
+  HostReport(const HostReport&) = delete;
+  HostReport& operator=(const HostReport&) = delete;
+
+  HostWords* device_pointer() const { return device_; }
+  bool has_loss() const { return static_cast<volatile const HostWords*>(words_)->loss.set != 0; }
+  // Throws PeerLost if the communicator has ended.
+  void raise_loss(double timeout_s) const;
+  // Ascending: the rank by which the communicator has ended, or those that it goes on without.
+  std::vector<int> lost_ranks() const;
+  std::uint64_t num_timeouts() const;  // ranks that this one has waited for in vain
+  // Throws what a kernel has reported since the last call: InvalidArgument for expert ids, InvalidHandle for a replay
+  // whose handle was stale. The communicator is as before.
+  void raise_fault(int rank, int num_experts);
+
+ private:
+  LossKind lost(int rank) const { return static_cast<volatile const HostWords*>(words_)->lost[rank]; }
+
+  HostWords* words_ = nullptr;
+  HostWords* device_ = nullptr;
+};
+
+}  // namespace expertwire::cuda

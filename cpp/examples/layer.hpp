@@ -1,0 +1,12 @@
+// A toy MoE layer: dispatch, experts that multiply by their number plus one, combine. Experts run on the host, whatever
+// the memory, so that the examples need no kernels.
+#pragma once
+
+#include <memory>
+
+#include "expertwire/bootstrap.hpp"
+#include "memory.hpp"
+
+// Collective. Runs the layer a few times with other tokens each time and prints a line. Returns 0 if every element that
+// came back is right; prints what went wrong and returns 1 otherwise.
+int run_layer(std::shared_ptr<expertwire::Bootstrap> bootstrap, Memory& memory);

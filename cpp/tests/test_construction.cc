@@ -1,0 +1,135 @@
+// Construction is all or nothing: when memory runs out on one rank, every rank throws, soon.
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.hpp"
+#include "expertwire/moe_runtime.hpp"
+
+namespace {
+
+// Allocations of this thread, of at least so many bytes, until one fails; negative: none will.
+thread_local int allocations_left = -1;
+thread_local std::size_t counted_bytes = 0;
+
+void* allocate(std::size_t num_bytes) {
+  if (allocations_left >= 0 && num_bytes >= counted_bytes && allocations_left-- == 0) throw std::bad_alloc();
+  if (void* memory = std::malloc(num_bytes)) return memory;
+  throw std::bad_alloc();
+}
+
+}  // namespace
+
+void* operator new(std::size_t num_bytes) { return allocate(num_bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace {
+
+using namespace expertwire;
+using namespace expertwire::test;
+
+constexpr int kNumRanks = 3;
+constexpr int kShortOfMemory = 1;
+
+// The group's own memory is not what fails here: what it does for a collective is its part of the promise.
+class Sheltered final : public Bootstrap {
+ public:
+  explicit Sheltered(Bootstrap& inner) : inner_(inner) {}
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    const int left = std::exchange(allocations_left, -1);
+    auto all = inner_.all_gather(mine);
+    allocations_left = left;
+    return all;
+  }
+
+ private:
+  Bootstrap& inner_;
+};
+
+struct Trial {
+  std::size_t least_bytes;  // of the allocations that fail
+  int num_experts;
+  bool keep_group;  // a rank keeps its end of the group when construction has failed
+};
+
+RuntimeConfig make_config(int num_experts) {
+  RuntimeConfig config;
+  config.num_experts = num_experts;
+  config.hidden_size = 64;
+  config.num_topk = 2;
+  config.max_tokens_per_rank = 4;
+  config.max_in_flight = 2;
+  return config;
+}
+
+// What construction threw; nothing if it succeeded.
+std::optional<std::string> construct(Bootstrap& bootstrap, int failing_allocation, const Trial& trial) {
+  const auto sheltered = std::make_shared<Sheltered>(bootstrap);
+  std::optional<std::string> thrown;
+  counted_bytes = trial.least_bytes;
+  allocations_left = failing_allocation;
+  try {
+    const MoERuntime runtime(sheltered, make_config(trial.num_experts));
+    allocations_left = -1;
+  } catch (const std::exception& error) {
+    allocations_left = -1;
+    thrown = error.what();
+  }
+  return thrown;
+}
+
+// Lets the first, the second, ... allocation fail on one rank, until there are no more. Returns what rank 0 threw each
+// time. A failure that the ranks do not agree on is seen by the others when the failed rank drops its end of the group,
+// or, if it keeps it, by their time-out.
+std::vector<std::string> fail_each(const Trial& trial) {
+  std::vector<std::string> texts;
+  for (;;) {
+    auto bootstraps = make_local_bootstraps(kNumRanks, 60.0);
+    std::vector<std::optional<std::string>> thrown(kNumRanks);
+    const int failing = static_cast<int>(texts.size());
+    run_ranks(kNumRanks, [&](int rank) {
+      const auto idx = static_cast<std::size_t>(rank);
+      thrown[idx] = construct(*bootstraps[idx], rank == kShortOfMemory ? failing : -1, trial);
+      if (!trial.keep_group) bootstraps[idx].reset();
+    });
+    for (const auto& one : thrown) {
+      check(one.has_value() == thrown[kShortOfMemory].has_value(),
+            "allocation " + std::to_string(failing) + " failed on rank 1: a rank was built and another was not");
+    }
+    if (!thrown[0]) return texts;
+    texts.push_back(*thrown[0]);
+  }
+}
+
+void any_allocation() {
+  const std::vector<std::string> texts = fail_each({0, 6, false});
+  check(texts.size() > 100, "only " + std::to_string(texts.size()) + " allocations failed");
+  check_equal(texts[0], std::string("rank 1 could not be constructed: std::bad_alloc"));
+}
+
+void large_allocations_are_agreed_upon() {
+  const auto start = std::chrono::steady_clock::now();
+  const std::vector<std::string> texts = fail_each({1 << 20, 3 << 18, true});
+  check(texts.size() >= 3, "only " + std::to_string(texts.size()) + " allocations failed");
+  for (const std::string& text : texts) check_equal(text, std::string("rank 1: std::bad_alloc"));
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  check(elapsed.count() < 30.0, "ranks waited for one that had failed");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(
+      argc, argv,
+      {{"any_allocation", any_allocation}, {"large_allocations_are_agreed_upon", large_allocations_are_agreed_upon}});
+}

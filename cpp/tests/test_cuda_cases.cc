@@ -1,0 +1,88 @@
+// The stored cases on GPUs, bit for bit what the Python reference says: ranks as threads that share a GPU, spread over all
+// GPUs, and with a GPU each.
+#include <iostream>
+
+#include "bench/place.hpp"
+#include "check.hpp"
+#include "device_test.hpp"
+#include "expertwire/moe_runtime.hpp"
+#include "stored_case.hpp"
+
+namespace expertwire::test {
+namespace {
+
+void run_on_devices(const StoredCase& stored, int devices) {
+  const int sharing = (stored.num_ranks + devices - 1) / devices;
+  const int num_blocks = sharing == 1 ? 0 : shared_blocks(sharing);
+  const auto bootstraps = make_local_bootstraps(stored.num_ranks, 60.0);
+  run_ranks(stored.num_ranks, [&](int rank) {
+    const auto place = bench::make_place({DeviceType::CUDA, rank % devices});
+    run_case(bootstraps[static_cast<std::size_t>(rank)], stored, *place, num_blocks);
+  });
+}
+
+bool lacks_devices(int wanted, const char* what) {
+  if (num_devices() >= wanted) return false;
+  std::cout << "skipped: " << what << ": this machine shows " << num_devices() << " GPU" << std::endl;
+  return true;
+}
+
+void cases_on_one_gpu() {
+  for (const StoredCase& stored : stored_cases()) run_on_devices(stored, 1);
+}
+
+void cases_over_all_gpus() {
+  if (lacks_devices(2, "ranks over several GPUs")) return;
+  for (const StoredCase& stored : stored_cases()) {
+    if (stored.num_ranks > num_devices()) run_on_devices(stored, num_devices());
+  }
+}
+
+void cases_with_a_gpu_for_each_rank() {
+  if (lacks_devices(2, "a GPU for each rank")) return;
+  int num_run = 0;
+  for (const StoredCase& stored : stored_cases()) {
+    if (stored.num_ranks == 1 || stored.num_ranks > num_devices()) continue;
+    run_on_devices(stored, stored.num_ranks);
+    ++num_run;
+  }
+  check(num_run > 0, "no case has as many ranks as there are GPUs");
+}
+
+// What the host can see is refused on CUDA too, before anything is launched.
+void refusals() {
+  const auto place = bench::make_place({DeviceType::CUDA, 0});
+  RuntimeConfig config;
+  config.num_experts = 4;
+  config.hidden_size = 128;
+  config.num_topk = 2;
+  config.max_tokens_per_rank = 3;
+  config.device = {DeviceType::CUDA, 0};
+  config.timeout_s = 20.0;
+  const std::shared_ptr<Bootstrap> alone = make_local_bootstraps(1, 20.0).front();
+  RuntimeConfig wrong = config;
+  wrong.device.index = num_devices();
+  check_throws(ErrorCode::InvalidArgument, "device = cuda:", [&] { MoERuntime(alone, wrong); });
+  wrong = config;
+  wrong.combine_num_blocks = 100'000;
+  check_throws(ErrorCode::InvalidArgument, "combine_num_blocks = 100000: ", [&] { MoERuntime(alone, wrong); });
+  MoERuntime runtime(alone, config);
+  LatencyDispatchRequest dispatch;
+  dispatch.num_tokens = 4;
+  check_throws(ErrorCode::InvalidArgument, "max_tokens_per_rank = 3", [&] { runtime.dispatch(dispatch); });
+  check_throws(ErrorCode::Unsupported, "Throughput", [&] { runtime.dispatch(ThroughputDispatchRequest{}); });
+  check_throws(ErrorCode::InvalidHandle, "empty", [&] { runtime.combine(LatencyCombineRequest{}); });
+  check(runtime.is_available(), "a refused call ended the runtime");
+}
+
+}  // namespace
+}  // namespace expertwire::test
+
+int main(int argc, char** argv) {
+  using namespace expertwire::test;
+  return run_device_tests(argc, argv,
+                          {{"refusals", refusals},
+                           {"cases_with_a_gpu_for_each_rank", cases_with_a_gpu_for_each_rank},
+                           {"cases_on_one_gpu", cases_on_one_gpu},
+                           {"cases_over_all_gpus", cases_over_all_gpus}});
+}

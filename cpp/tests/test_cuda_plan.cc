@@ -1,0 +1,125 @@
+// The plan of the CUDA backend is a pure function of the problem and the device: which programs there are, what each is
+// compiled for, and what is refused.
+#include <string>
+
+#include "backend/cuda/cuda_plan.hpp"
+#include "check.hpp"
+#include "core/config.hpp"
+
+namespace {
+
+using namespace expertwire;
+using namespace expertwire::test;
+using cuda::CudaPlan;
+using cuda::DeviceFacts;
+using cuda::make_cuda_plan;
+
+constexpr int kHidden = 7168, kPartsOfRow = 29;
+
+RuntimeConfig make_config(int max_tokens) {
+  RuntimeConfig config;
+  config.num_experts = 16;
+  config.hidden_size = kHidden;
+  config.num_topk = 4;
+  config.max_tokens_per_rank = max_tokens;
+  config.device.type = DeviceType::CUDA;
+  return config;
+}
+
+Problem make_cuda_problem(int max_tokens) { return make_problem(make_config(max_tokens), 0, 2); }
+
+DeviceFacts make_device(int num_sms, int num_ranks_here = 1) { return {9, 0, num_sms, 200'000, num_ranks_here}; }
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+void kernels_for_many_tokens_are_there_where_they_occur() {
+  const int most = make_cuda_plan(make_cuda_problem(1), make_device(132)).small_work_tokens;
+  check_equal(most, 132 * 8 / kPartsOfRow);  // a warp for each piece of 256 elements and for the row's facts
+  for (const int num_ranks_here : {1, 4}) {
+    const int few = most / num_ranks_here;
+    const DeviceFacts device = make_device(132, num_ranks_here);
+    const CudaPlan small = make_cuda_plan(make_cuda_problem(few), device);
+    check_equal(small.small_work_tokens, few);
+    check_equal(small.dispatch.size(), 1U);
+    check_equal(small.combine.size(), 1U);
+    const CudaPlan large = make_cuda_plan(make_cuda_problem(few + 1), device);
+    check_equal(large.dispatch.size(), 2U);
+    check_equal(large.combine.size(), 2U);
+  }
+}
+
+void nothing_is_left_out_for_an_unknown_device() {
+  const CudaPlan plan = make_cuda_plan(make_cuda_problem(1), make_device(0));
+  check_equal(plan.dispatch.size(), 2U);
+  check_equal(plan.combine.size(), 2U);
+  // What is compiled ahead of time is what a communicator asks for.
+  const Problem problem = make_cuda_problem(100);
+  const auto ahead = program_sources(problem, make_cuda_plan(problem, make_device(0)));
+  check(ahead == program_sources(problem, make_cuda_plan(problem, make_device(132))));
+}
+
+void a_program_is_one_kernel_with_its_constants() {
+  const Problem problem = make_cuda_problem(100);
+  const CudaPlan plan = make_cuda_plan(problem, make_device(132));
+  for (const auto* variants : {&plan.dispatch, &plan.combine}) {
+    for (const cuda::Variant& variant : *variants) {
+      const bool is_dispatch = variant.kernel == cuda::Kernel::DISPATCH;
+      const std::string source = program_source(problem, variant);
+      check_equal(has(source, "#include \"dispatch.cuh\""), is_dispatch);
+      check_equal(has(source, "#include \"combine.cuh\""), !is_dispatch);
+      check_equal(has(source, "kMarkBatch"), is_dispatch);
+      check_equal(has(source, "kGather"), !is_dispatch);
+      check(has(source, "kNumThreads = " + std::to_string(variant.num_threads) + ";"), source);
+      check(has(source, "kHiddenSize = 7168;") && has(source, "kFirstExpert[] = {0, 8, 16}"), source);
+    }
+  }
+}
+
+void grids_fit_the_share_of_the_device() {
+  RuntimeConfig config = make_config(8);
+  const auto plan_of = [&](int num_ranks_here) {
+    return make_cuda_plan(make_problem(config, 0, 2), make_device(132, num_ranks_here));
+  };
+  check_equal(plan_of(1).dispatch_blocks, 132);
+  check_equal(plan_of(4).combine_blocks, 33);
+  check(plan_of(1).dependent_launch && !plan_of(2).dependent_launch, "a waiting kernel keeps no peer out");
+  config.dispatch_num_blocks = 34;
+  check_equal(plan_of(1).dispatch_blocks, 34);
+  check_throws(ErrorCode::InvalidArgument, "dispatch_num_blocks = 34: at most 33 on 132 SMs shared by 4 ranks",
+               [&] { plan_of(4); });
+}
+
+void what_a_device_cannot_do_is_refused() {
+  const Problem problem = make_cuda_problem(8);
+  check_throws(ErrorCode::Unsupported, "compute capability 7.5",
+               [&] { make_cuda_plan(problem, {7, 5, 80, 200'000, 1}); });
+  check_throws(ErrorCode::Unsupported, "bytes of shared memory, the device has 100",
+               [&] { make_cuda_plan(problem, {9, 0, 132, 100, 1}); });
+  RuntimeConfig fp8 = make_config(8);
+  fp8.quant.format = DispatchDataType::FP8_E4M3;
+  check_throws(ErrorCode::Unsupported, "needs compute capability 8.9",
+               [&] { make_cuda_plan(make_problem(fp8, 0, 2), {8, 0, 108, 200'000, 1}); });
+}
+
+void a_plan_prints_as_one_line() {
+  for (const int max_tokens : {1, 1000}) {
+    const CudaPlan plan = make_cuda_plan(make_cuda_problem(max_tokens), make_device(132));
+    const std::string text = plan.to_string();
+    check(!has(text, "\n"), text);
+    check(has(text, "sm_90") && has(text, "blocks 132 and 132"), text);
+    check_equal(has(text, "up to " + std::to_string(plan.small_work_tokens) + " tokens"), max_tokens == 1000);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(
+      argc, argv,
+      {{"kernels_for_many_tokens_are_there_where_they_occur", kernels_for_many_tokens_are_there_where_they_occur},
+       {"nothing_is_left_out_for_an_unknown_device", nothing_is_left_out_for_an_unknown_device},
+       {"a_program_is_one_kernel_with_its_constants", a_program_is_one_kernel_with_its_constants},
+       {"grids_fit_the_share_of_the_device", grids_fit_the_share_of_the_device},
+       {"what_a_device_cannot_do_is_refused", what_a_device_cannot_do_is_refused},
+       {"a_plan_prints_as_one_line", a_plan_prints_as_one_line}});
+}

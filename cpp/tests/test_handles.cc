@@ -1,0 +1,208 @@
+// Handles and requests, through the public headers alone: what combine takes, and what each operation refuses before it
+// sends anything. Every refused call is followed by a right one on all ranks.
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "expertwire/moe_runtime.hpp"
+
+namespace {
+
+using namespace expertwire;
+using namespace expertwire::test;
+
+constexpr int kHidden = 16, kTokens = 3, kTopk = 2, kRanks = 2;
+constexpr std::uint16_t kOne = 0x3F80, kTwo = 0x4000;  // BF16
+
+// One rank whose experts return what they get: every token comes back twice as large.
+class Rank {
+ public:
+  Rank(const std::shared_ptr<Bootstrap>& bootstrap, int max_in_flight = 1)
+      : runtime(bootstrap, config(max_in_flight)) {}
+
+  static RuntimeConfig config(int max_in_flight) {
+    RuntimeConfig config;
+    config.num_experts = 2 * kRanks;
+    config.hidden_size = kHidden;
+    config.num_topk = kTopk;
+    config.max_tokens_per_rank = kTokens;
+    config.max_in_flight = max_in_flight;
+    config.timeout_s = 20.0;
+    return config;
+  }
+
+  LatencyDispatchRequest dispatch_request() const {
+    LatencyDispatchRequest request;
+    request.x = x.data();
+    request.topk_ids = topk_ids.data();
+    request.num_tokens = kTokens;
+    return request;
+  }
+
+  LatencyCombineRequest combine_request(const DispatchHandle& handle) {
+    LatencyCombineRequest request;
+    request.handle = handle;
+    request.expert_output = runtime.lane_buffers(handle.lane()).tokens;
+    request.out = out.data();
+    request.num_tokens = kTokens;
+    return request;
+  }
+
+  DispatchHandle dispatch() { return runtime.dispatch(dispatch_request()); }
+
+  void combine_and_check(const DispatchHandle& handle) {
+    out.assign(out.size(), 0);
+    runtime.combine(combine_request(handle));
+    check(out == std::vector<std::uint16_t>(out.size(), kTwo), "tokens did not come back doubled");
+  }
+
+  std::vector<std::uint16_t> x = std::vector<std::uint16_t>(kTokens * kHidden, kOne), out = x;
+  std::vector<std::int64_t> topk_ids{0, 3, 1, 2, 3, 1};
+  MoERuntime runtime;
+};
+
+void by_threads(const std::function<void(const std::shared_ptr<Bootstrap>&)>& body) {
+  const auto bootstraps = make_local_bootstraps(kRanks, 20.0);
+  run_ranks(kRanks, [&](int rank) { body(bootstraps[static_cast<std::size_t>(rank)]); });
+}
+
+void a_handle_knows_its_dispatch() {
+  by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap, 2);
+    check(DispatchHandle{}.empty(), "a new handle names something");
+    for (int step = 0; step < 4; ++step) {
+      check_equal(rank.runtime.next_lane(), step % 2);
+      const DispatchHandle handle = rank.dispatch();
+      check(!handle.empty(), "dispatch returned an empty handle");
+      check_equal(handle.lane(), step % 2);
+      check_equal(handle.num_tokens(), kTokens);
+      rank.combine_and_check(handle);
+    }
+  });
+}
+
+void a_handle_may_be_combined_twice() {
+  by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap);
+    const DispatchHandle handle = rank.dispatch(), copy = handle;
+    for (int i = 0; i < 3; ++i) rank.combine_and_check(i % 2 == 0 ? handle : copy);
+  });
+}
+
+void a_stale_handle_is_refused() {
+  for (const int lanes : {1, 3}) {
+    by_threads([lanes](const std::shared_ptr<Bootstrap>& bootstrap) {
+      Rank rank(bootstrap, lanes);
+      const DispatchHandle old = rank.dispatch();
+      for (int newer = 1; newer < lanes; ++newer) rank.dispatch();
+      rank.combine_and_check(old);  // as many newer dispatches as there are other lanes: still good
+      const DispatchHandle last = rank.dispatch();
+      check_throws(ErrorCode::InvalidHandle, "handle is stale: of dispatch 1 in lane 0",
+                   [&] { rank.runtime.combine(rank.combine_request(old)); });
+      rank.combine_and_check(last);
+    });
+  }
+}
+
+void a_foreign_handle_is_refused() {
+  by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank one(bootstrap), other(bootstrap);
+    const DispatchHandle of_one = one.dispatch(), of_other = other.dispatch();
+    check_throws(ErrorCode::InvalidHandle, "handle belongs to another",
+                 [&] { one.runtime.combine(one.combine_request(of_other)); });
+    one.combine_and_check(of_one);
+    other.combine_and_check(of_other);
+  });
+}
+
+void an_empty_handle_is_refused() {
+  by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap);
+    check_throws(ErrorCode::InvalidHandle, "handle is empty",
+                 [&] { rank.runtime.combine(rank.combine_request(DispatchHandle{})); });
+    rank.combine_and_check(rank.dispatch());
+  });
+}
+
+// Changes one thing of a right request: it is refused on this rank, and the right one still works.
+void dispatch_refuses(const char* part, const std::function<void(LatencyDispatchRequest&)>& spoil) {
+  by_threads([&](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap);
+    LatencyDispatchRequest request = rank.dispatch_request();
+    spoil(request);
+    if (bootstrap->rank() == 1) check_throws(ErrorCode::InvalidArgument, part, [&] { rank.runtime.dispatch(request); });
+    rank.combine_and_check(rank.dispatch());
+    check_equal(rank.runtime.stats().dispatch_calls, std::uint64_t{1});
+  });
+}
+
+void wrong_dispatch_requests_are_refused() {
+  static const std::vector<float> scales(kTokens, 1.0f);
+  static const std::vector<std::int64_t> beyond{0, 3, 4, 2, 3, 1}, twice{0, 3, 1, 2, 3, 3};
+  dispatch_refuses("num_tokens = 4: must be between 0 and max_tokens_per_rank = 3",
+                   [](LatencyDispatchRequest& r) { r.num_tokens = kTokens + 1; });
+  dispatch_refuses("num_tokens = -1", [](LatencyDispatchRequest& r) { r.num_tokens = -1; });
+  dispatch_refuses("x is null", [](LatencyDispatchRequest& r) { r.x = nullptr; });
+  dispatch_refuses("topk_ids is null", [](LatencyDispatchRequest& r) { r.topk_ids = nullptr; });
+  dispatch_refuses("x is misaligned", [](LatencyDispatchRequest& r) { r.x = static_cast<const std::byte*>(r.x) + 1; });
+  dispatch_refuses("block_scales: only", [](LatencyDispatchRequest& r) { r.block_scales = scales.data(); });
+  dispatch_refuses("stream: the CPU backend has no streams", [](LatencyDispatchRequest& r) { r.stream = &r; });
+  dispatch_refuses("topk_ids[1, 0] = 4", [](LatencyDispatchRequest& r) { r.topk_ids = beyond.data(); });
+  dispatch_refuses("topk_ids[2", [](LatencyDispatchRequest& r) { r.topk_ids = twice.data(); });
+  dispatch_refuses("x overlaps", [](LatencyDispatchRequest& r) { r.output_buffer = const_cast<void*>(r.x); });
+}
+
+void combine_refuses(const char* part, const std::function<void(LatencyCombineRequest&)>& spoil) {
+  by_threads([&](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap);
+    const DispatchHandle handle = rank.dispatch();
+    LatencyCombineRequest request = rank.combine_request(handle);
+    spoil(request);
+    if (bootstrap->rank() == 0) check_throws(ErrorCode::InvalidArgument, part, [&] { rank.runtime.combine(request); });
+    rank.combine_and_check(handle);
+    check_equal(rank.runtime.stats().combine_calls, std::uint64_t{1});
+  });
+}
+
+void wrong_combine_requests_are_refused() {
+  combine_refuses("num_tokens = 2: the dispatch of this handle had 3",
+                  [](LatencyCombineRequest& r) { r.num_tokens = kTokens - 1; });
+  combine_refuses("num_tokens = 9: must be between 0 and max_tokens_per_rank",
+                  [](LatencyCombineRequest& r) { r.num_tokens = 9; });
+  combine_refuses("expert_output is null", [](LatencyCombineRequest& r) { r.expert_output = nullptr; });
+  combine_refuses("out is null", [](LatencyCombineRequest& r) { r.out = nullptr; });
+  combine_refuses("out is misaligned", [](LatencyCombineRequest& r) { r.out = static_cast<std::byte*>(r.out) + 1; });
+  combine_refuses("expert_output overlaps out", [](LatencyCombineRequest& r) { r.expert_output = r.out; });
+  combine_refuses("stream: the CPU backend has no streams", [](LatencyCombineRequest& r) { r.stream = &r; });
+}
+
+void a_closed_runtime_refuses() {
+  by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap);
+    const DispatchHandle handle = rank.dispatch();
+    rank.combine_and_check(handle);
+    bootstrap->barrier();
+    rank.runtime.close();
+    rank.runtime.close();
+    check(!rank.runtime.is_available(), "closed and available");
+    check_throws(ErrorCode::InvalidArgument, "closed", [&] { rank.dispatch(); });
+    check_throws(ErrorCode::InvalidArgument, "closed", [&] { rank.runtime.combine(rank.combine_request(handle)); });
+    check_throws(ErrorCode::InvalidArgument, "closed", [&] { rank.runtime.check(); });
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"a_handle_knows_its_dispatch", a_handle_knows_its_dispatch},
+                    {"a_handle_may_be_combined_twice", a_handle_may_be_combined_twice},
+                    {"a_stale_handle_is_refused", a_stale_handle_is_refused},
+                    {"a_foreign_handle_is_refused", a_foreign_handle_is_refused},
+                    {"an_empty_handle_is_refused", an_empty_handle_is_refused},
+                    {"wrong_dispatch_requests_are_refused", wrong_dispatch_requests_are_refused},
+                    {"wrong_combine_requests_are_refused", wrong_combine_requests_are_refused},
+                    {"a_closed_runtime_refuses", a_closed_runtime_refuses}});
+}
