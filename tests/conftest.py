@@ -43,21 +43,16 @@ def missing_for(num_devices: int) -> str:
     return "" if torch.cuda.is_available() else "needs a torch that was built with CUDA"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="1/1", help="K/N runs every N-th test, beginning with the K-th")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    first, step = map(int, config.getoption("--shard").split("/"))
-    items[:] = items[first - 1 :: step]
+    is_listing = config.getoption("list_kernels", None) is not None  # of gpu_suite: no GPU is touched
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if needed == 0:
             item.add_marker("cpu")
-        elif reason := missing_for(needed):
+        elif not is_listing and (reason := missing_for(needed)):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 import expertwire as ew
 from bits import assert_memory_order
 from cases import QUANTS, WAYS, Case, way_name
+from compiling import Wanted
 from driving import POISON_BYTE, Received, assert_received, copy_output, expected_of_case, expert_output, local_experts
 from driving import steps_of_case as steps_of_case_with
 from expertwire.reference import BF16, FP8, RankInput
@@ -34,6 +36,39 @@ EVERY_PAYLOAD = pytest.mark.parametrize(
 )
 #: Virtual ranks take one such part of the multiprocessors, so that all their kernels can run at once.
 _PARTS = 2
+#: Bound of a rank's waits. Ranks that take turns on a GPU need tens of milliseconds; a test of all that hang ends soon.
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class Listing:
+    """Instead of running: which kernels the communicators of the tests need.
+
+    Attributes:
+        architecture, num_sms: of the GPUs.
+        num_ranks_here: ranks on one GPU, of the communicator that is being noted.
+        wanted: the communicators, each once.
+    """
+
+    architecture: str
+    num_sms: int
+    num_ranks_here: int = 1
+    wanted: dict[str, Wanted] = field(default_factory=dict)
+
+    def note(self, group: ew.Group, config: ew.MoECommunicatorConfig, name: str) -> None:
+        config = replace(config, device=None, timeout_s=1.0)
+        wanted = Wanted(name, config, group.size, self.architecture, self.num_sms // self.num_ranks_here)
+        self.wanted[repr(replace(wanted, name=""))] = wanted
+
+
+_listing: Listing | None = None
+
+
+def start_listing(architecture: str, num_sms: int) -> Listing:
+    """Let communicators be noted in what is returned, and tests end there. No GPU is touched from now on."""
+    global _listing  # noqa: PLW0603 (a mode of the whole process)
+    _listing = Listing(architecture, num_sms)
+    return _listing
 
 
 def to_device(array: np.ndarray | None, device: str) -> Any:
@@ -105,25 +140,44 @@ class Place:
 def share(num_ranks: int, num_devices: int = 1) -> list[Place]:
     """Return a place for each rank, so that all kernels of the ranks of one device can run at once."""
     of_device = -(-num_ranks // num_devices)
-    num_blocks = max(torch.cuda.get_device_properties(0).multi_processor_count // of_device // _PARTS, 1)
+    num_sms = _listing.num_sms if _listing else torch.cuda.get_device_properties(0).multi_processor_count
+    num_blocks = max(num_sms // of_device // _PARTS, 1)
     return [Place(f"cuda:{rank // of_device}", num_blocks) for rank in range(num_ranks)]
+
+
+def reserve_memory() -> None:
+    """Let torch take memory for the current stream now, for it may wait for the device, and not while a peer waits."""
+    megabyte = 1 << 20  # up to it, torch takes memory from a pool of its own
+    taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (64 * megabyte, *(16 * [megabyte]))]
+    del taken  # kept by torch
 
 
 @contextlib.contextmanager
 def living_at(place: Place) -> Iterator[Any]:
     """Make the place's device current in this thread, and a stream of its own, which is yielded."""
+    if _listing:
+        yield None
+        return
     torch.cuda.set_device(place.device)
     stream = torch.cuda.Stream(place.device)
     with torch.cuda.stream(stream):
+        reserve_memory()
         yield stream
 
 
 def communicator(group: ew.Group, case: Case, place: Place, **fields: Any) -> ew.MoECommunicator:
-    return ew.MoECommunicator(group, case.config, device=place.device, num_blocks=place.num_blocks, **fields)
+    if _listing:
+        _listing.note(group, replace(case.config, num_blocks=place.num_blocks, **fields), case.name)
+        pytest.skip("listed")
+    settings = {"timeout_s": TIMEOUT_S} | fields
+    return ew.MoECommunicator(group, case.config, device=place.device, num_blocks=place.num_blocks, **settings)
 
 
 def run_virtual(fn: Callable[..., Any], places: Sequence[Place], *args: Any) -> list[Any]:
     """Run fn(group, place, *args) in one thread for each place and return the results; raise the first failure."""
+    if _listing:
+        _listing.num_ranks_here = max(Counter(place.device for place in places).values())
+        fn(ew.local_group(len(places))[0], places[0], *args)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32":
         pytest.skip("virtual ranks need CUDA_DEVICE_MAX_CONNECTIONS=32 from before CUDA has started")
 

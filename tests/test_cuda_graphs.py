@@ -14,7 +14,18 @@ import pytest
 import expertwire as ew
 from bits import assert_dispatch_equal, assert_same_bits
 from cases import DIRECT, EXPERT_MAJOR, RANK_MAJOR, Case, way_name
-from cuda_driving import EVERY_PAYLOAD, EVERY_WAY, Place, communicator, exchange, run_virtual, share, to_device, to_host
+from cuda_driving import (
+    EVERY_PAYLOAD,
+    EVERY_WAY,
+    Place,
+    communicator,
+    exchange,
+    reserve_memory,
+    run_virtual,
+    share,
+    to_device,
+    to_host,
+)
 from driving import Received, assert_received, copy_output, expected
 from expertwire import reference
 from expertwire.reference import RankInput
@@ -106,6 +117,7 @@ class Pair:
         stream = torch.cuda.current_stream()
         with lock, torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             calls()
+        reserve_memory()  # torch has given back what it had
         barrier.wait()
 
     def check(self, step: Step, what: str) -> None:

@@ -109,8 +109,10 @@ class Nvrtc:
 
 
 def device_source(names: list[str], values: list[int]) -> str:
+    # NVRTC 13.0 has offsetof by this name only.
+    offset, in_nvrtc = re.compile(r"__builtin_offsetof\((\w+), (\w+)\)"), r"__INTADDR__(&((\1*)0)->\2)"
     asserts = "\n".join(
-        f'static_assert(static_cast<u64>({name}) == {value}ull, "differs from the host");'
+        f'static_assert(static_cast<u64>({offset.sub(in_nvrtc, name)}) == {value}ull, "differs from the host");'
         for name, value in zip(names, values, strict=True)
     )
     return (

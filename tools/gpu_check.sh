@@ -1,29 +1,39 @@
 #!/usr/bin/env bash
-# Builds the package on a machine with CUDA GPUs, offline, into a throw-away folder, and runs the GPU tests.
+# Builds the package on a machine with CUDA GPUs, offline, into a throw-away folder, compiles all kernels that the GPU tests
+# need, side by side, and runs the tests.
 #
 #   tools/gpu_check.sh FOLDER [pytest arguments]
+#   tools/gpu_check.sh --sanitizer FOLDER    small cases under compute-sanitizer instead: memcheck, then racecheck
 #
-# FOLDER receives gpu_check.json (machine, versions, results), tests.log and build.log; the last thing printed is a short
-# table. The status is 0 if something passed and nothing failed, hung or died.
+# FOLDER receives gpu_check.json (machine, versions, results), tests.log, kernels.log and build.log; the last thing printed
+# is a short table. The status is 0 if something passed and nothing failed, hung or died.
+#
+# The tests run in groups, each in a process of its own with a bound of its own. A test that hangs ends its process, is
+# noted, and the group goes on in another one. With two GPUs, two groups run at a time, each on a GPU.
 #
 # Needs Python >= 3.10 with torch (CUDA), numpy, ml_dtypes, typer, rich, pytest, hypothesis, nanobind, scikit-build-core,
 # cmake and ninja, a C++ compiler, and NVRTC, of the CUDA toolkit or the nvidia-cuda-nvrtc package.
 #
 #   PYTHON=python3   which Python
-#   JOBS=4           processes that share the case table; they share the GPU, too, but compile kernels side by side
-#   LIMIT_S=900      bound of each process of the tests, seconds
+#   JOBS=            processes that compile kernels; none given: one for each core
+#   LIMIT_S=400      bound of all tests together, seconds
 #   WORK=folder      keep the build there and use it again, instead of a temporary folder
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
-JOBS=${JOBS:-4}
-LIMIT_S=${LIMIT_S:-900}
-
+JOBS=${JOBS:-$(nproc)}
+LIMIT_S=${LIMIT_S:-400}
+sanitizer=
+if [[ ${1:-} == --sanitizer ]]; then
+  sanitizer=yes
+  command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on PATH"; exit 2; }
+  shift
+fi
 if [[ $# -lt 1 || $1 == -* ]]; then
   sed -n '2,/^set/{/^#/{s/^# \{0,1\}//p}}' "$0" >&2
   exit 2
 fi
-command="tools/gpu_check.sh $*"
+command="tools/gpu_check.sh ${sanitizer:+--sanitizer }$*"
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
@@ -52,35 +62,83 @@ fi
 # Hardware queues: without as many, kernels of virtual ranks that wait for each other stand in line.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export EXPERTWIRE_CACHE_DIR=${EXPERTWIRE_CACHE_DIR:-$work/kernels}
-export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=$work/site:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 unset EXPERTWIRE_VALIDATE
 
 # Settings of this check alone: those of pyproject.toml ask for pytest-timeout, which such a machine may lack.
 cat >"$work/pytest.ini" <<'INI'
 [pytest]
-addopts = -ra -q -p no:cacheprovider
+addopts = -ra -q -p no:cacheprovider -p no:faulthandler -p no:timeout -p gpu_suite --continue-on-collection-errors
 xfail_strict = true
-faulthandler_timeout = 200
+markers = timeout: seconds that the test may take
 INI
+pytest=("$PYTHON" -m pytest -c "$work/pytest.ini" --rootdir "$PWD")
+mapfile -t files < <(grep -l 'mark\.\(multi_\)\?gpu' tests/test_*.py)
+mapfile -t rest < <(printf '%s\n' "${files[@]}" | grep -v -e test_cuda.py -e test_cuda_graphs -e test_cuda_losses)
+num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 
-# run NAME arguments: one pytest process, bounded, with its log and results under $work/results.
+# run NAME SECONDS COMMAND...: a pytest command, and again after a test that has ended the process, until all tests are in
+# the journal NAME.jsonl or the time is up.
 run() {
-  local name=$1 started=$SECONDS status=0
-  shift
-  timeout --signal=INT --kill-after=20 "$LIMIT_S" "$PYTHON" -m pytest -c "$work/pytest.ini" -m "gpu or multi_gpu" \
-    --junitxml="$work/results/$name.xml" "$@" >"$work/results/$name.log" 2>&1 || status=$?
+  local name=$1 started=$SECONDS end=$((SECONDS + $2)) status journal=$work/results/$1.jsonl log=$work/results/$1.log
+  shift 2
+  ((end < deadline)) || end=$deadline
+  while true; do
+    status=0
+    timeout --signal=INT --kill-after=10 $((end > SECONDS ? end - SECONDS : 1)) "$@" --maxfail=20 --journal="$journal" \
+      >>"$log" 2>&1 || status=$?
+    tail -n 1 "$journal" 2>/dev/null | grep -q '"status"' && break
+    grep -q '"began"' "$journal" 2>/dev/null && ((SECONDS < end - 5)) || break
+  done
   echo "$status $((SECONDS - started))" >"$work/results/$name.status"
+  printf '%s: status %d, %d s (%d s)\n' "$name" "$status" $((SECONDS - started)) "$SECONDS"
 }
 
-say "case table, by $JOBS processes"
-pids=()
-for ((k = 1; k <= JOBS; ++k)); do
-  run "cases-$k" --shard="$k/$JOBS" tests/test_cuda.py "$@" &
-  pids+=($!)
-done
-wait "${pids[@]}"
-say "graphs, calls, losses and the rest, by one process"
-run others --ignore=tests/test_cuda.py tests "$@"
+if [[ -n $sanitizer ]]; then
+  deadline=$((SECONDS + LIMIT_S))
+  # Launches are not forced to end one by one, for ranks wait for each other. Where the tool makes them do so, the cases of
+  # two ranks on one GPU fail with a time-out; those of one rank, and of a GPU for each of two, need nothing at once.
+  alone=(tests/test_cuda.py::test_one_rank_with_the_whole_gpu)
+  together=(tests/test_cuda.py::test_any_grid_gives_the_same_bits\[{expert-reduce,rank-direct}-2\])
+  for tool in memcheck racecheck; do
+    say "$tool"
+    under=(compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 --launch-timeout 0 --print-limit 20)
+    run "$tool" 60 "${under[@]}" "${pytest[@]}" "${alone[@]}" "${together[@]}"
+    if ((num_gpus > 1)); then
+      run "$tool-devices" 60 "${under[@]}" "${pytest[@]}" -k process_for_each_gpu tests/test_cuda.py
+    fi
+  done
+else
+  say "which kernels the tests need"
+  "${pytest[@]}" -m "gpu or multi_gpu" -k "not process" --list-kernels="$work/wanted" \
+    --deselect=tests/test_cuda_arrays.py "${files[@]}" "$@" >"$out/kernels.log" 2>&1 || true
+  tail -n 3 "$out/kernels.log"
+  say "compiling them, by $JOBS processes"
+  timeout 200 "$PYTHON" tests/compiling.py "$work/wanted" "$JOBS" >>"$out/kernels.log" 2>&1 ||
+    echo "not all kernels were compiled: see kernels.log"
+  deadline=$((SECONDS + LIMIT_S))
+  one="gpu and not multi_gpu"
+  say "tests"
+  shapes() {
+    run calls 90 "${pytest[@]}" -m "$one" "${rest[@]}" "$@"
+    run cases 200 "${pytest[@]}" -m "$one" -k "not process" tests/test_cuda.py "$@"
+  }
+  others() {
+    run losses 80 "${pytest[@]}" -m "$one" tests/test_cuda_losses.py "$@"
+    run processes 100 "${pytest[@]}" -m "$one" -k process tests/test_cuda.py "$@"
+    run graphs 150 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
+  }
+  if ((num_gpus > 1)); then
+    CUDA_VISIBLE_DEVICES=0 shapes "$@" &
+    first=$!
+    CUDA_VISIBLE_DEVICES=1 others "$@" &
+    wait "$first" $!
+    run devices 120 "${pytest[@]}" -m multi_gpu "${files[@]}" "$@"
+  else
+    shapes "$@"
+    others "$@"
+  fi
+fi
 
 say "report"
 for log in "$work"/results/*.log; do

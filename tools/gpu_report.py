@@ -2,8 +2,8 @@
 
     python3 tools/gpu_report.py RESULTS OUTPUT.json "command line"
 
-RESULTS holds, for each process of the tests, NAME.xml (JUnit, absent if it was killed) and NAME.status (its exit status
-and seconds). The exit status is 0 if something passed and nothing failed, hung or died.
+RESULTS holds, for each group of tests, NAME.jsonl (a line when a test begins and when it ends, by tests/gpu_suite.py)
+and NAME.status (exit status and seconds). The exit status is 0 if something passed and nothing failed, hung or died.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -21,22 +20,23 @@ from typing import Any
 
 from expertwire.info import collect
 
-#: Statuses of pytest that are told by the tests themselves: all passed, some failed, none selected.
+#: Statuses of pytest after all tests of a group: all passed, some failed, none selected.
 _TOLD = (0, 1, 5)
 _OUT_OF_TIME = (124, 137)
 
 
 @dataclass
 class Run:
-    """One process of the tests.
+    """One group of the tests.
 
     Attributes:
-        name: of the process.
+        name: of the group.
         seconds: how long it took.
         problem: why its results are not complete; empty if they are.
         passed: number of tests.
         failures: test to the first line of what it failed with.
         skipped: reason to number of tests.
+        slowest: test to seconds, the slowest three.
     """
 
     name: str
@@ -45,28 +45,32 @@ class Run:
     passed: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    slowest: dict[str, float] = field(default_factory=dict)
 
 
 def read_run(status_file: Path) -> Run:
-    """Returns what one process did."""
+    """Returns what one group did."""
     status, seconds = map(int, status_file.read_text(encoding="ascii").split())
     problem = "" if status in _TOLD else "out of time" if status in _OUT_OF_TIME else f"ended with status {status}"
     run = Run(status_file.stem, seconds, problem)
-    results = status_file.with_suffix(".xml")
-    if not results.exists():
+    journal = status_file.with_suffix(".jsonl")
+    lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()] if journal.exists() else []
+    if not lines:
         run.problem = problem or "left no results"
-        return run
-    for case in ET.parse(results).getroot().iter("testcase"):  # noqa: S314 (pytest's own file)
-        broken = [found for found in (case.find("failure"), case.find("error")) if found is not None]
-        skipped = case.find("skipped")
-        if broken:
-            text = (broken[0].get("message") or "").strip()
-            run.failures[f"{case.get('classname')}::{case.get('name')}"] = text.partition("\n")[0][:300]
-        elif skipped is not None:
-            reason = skipped.get("message") or "no reason given"
-            run.skipped[reason] = run.skipped.get(reason, 0) + 1
-        else:
+    ended: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if "test" in line and ended.get(line["test"], {}).get("outcome") != "failed":
+            ended[line["test"]] = line
+    for test, line in ended.items():
+        if line["outcome"] == "passed":
             run.passed += 1
+        elif line["outcome"] == "skipped":
+            run.skipped[line["text"]] = run.skipped.get(line["text"], 0) + 1
+        else:
+            text = line.get("text", "hung, or ended the process").strip() or "failed"
+            run.failures[test] = text.partition("\n")[0][:300]
+    by_time = sorted(ended.items(), key=lambda item: -item[1].get("seconds", 0.0))
+    run.slowest = {test: line["seconds"] for test, line in by_time[:3] if "seconds" in line}
     return run
 
 
@@ -102,6 +106,10 @@ def show(runs: list[Run], facts: dict[str, Any]) -> None:
     for run in runs:
         counts = f"{run.passed:8}{len(run.failures):8}{sum(run.skipped.values()):9}{run.seconds:9}"
         print(f"{run.name:12}{counts}{'  ' + run.problem if run.problem else ''}")
+    for run in runs:
+        for test, seconds in run.slowest.items():
+            if seconds >= 1:
+                print(f"{seconds:8.1f} s  {test}")
     for reason, count in sum((Counter(run.skipped) for run in runs), Counter[str]()).items():
         print(f"skipped {count}: {reason}")
     print(f"{'; '.join(facts['gpus']) or 'no GPU'}; driver {facts['driver'] or 'unknown'}; {facts['versions']}")

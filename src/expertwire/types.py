@@ -190,7 +190,7 @@ class MoEStats:
         bytes_received: the same, from other ranks.
         timeouts: waits that ended without the awaited rank.
         expert_tokens: [L]; rows received for each local expert.
-        source_wait_seconds: [R]; seconds spent waiting for each rank.
+        source_wait_seconds: [R]; seconds spent waiting for each rank; on CUDA with ``on_peer_loss="mask"`` only.
     """
 
     dispatch_calls: int
