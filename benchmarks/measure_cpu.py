@@ -1,7 +1,8 @@
-"""Measure what docs/benchmarks.md shows of the CPU backend, and write it as JSON.
+"""Measure what the CPU backend is held to, and write it as JSON.
 
 ``python benchmarks/measure_cpu.py`` takes a few minutes; nothing else should use the machine meanwhile. If something
-did before the start, the output and the result say so. ``render_tables.py`` makes the tables from the result.
+did before the start, the output says so. It writes all runs as ``expertwire bench --json`` does, and the bars that are
+made from them, or from measurements that no library shares. ``render_tables.py`` makes the tables from both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tables import busy_before
+
 import expertwire
 from expertwire.bench.adapters.floor import sent_tokens
 from expertwire.bench.inputs import rank_input
@@ -27,7 +32,8 @@ from expertwire.groups import Group
 from expertwire.machine import describe_machine, describe_versions
 from expertwire.types import CombineMode, DispatchLayout, MoEMemoryBytes
 
-RESULT = Path(__file__).parent / "results" / "cpu.json"
+RUNS = Path(__file__).parent / "results" / "cpu.json"
+BARS = Path(__file__).parent / "cpu_bars.json"
 RANK_MAJOR = Problem(layout=DispatchLayout.RANK_MAJOR)
 EXPERT_MAJOR = Problem(layout=DispatchLayout.EXPERT_MAJOR, combine_mode=CombineMode.RANK_LOCAL_REDUCE)
 TINY = Problem(num_experts=8, num_tokens=1, hidden_size=8, num_topk=2, num_ranks=1)
@@ -35,8 +41,6 @@ TINY = Problem(num_experts=8, num_tokens=1, hidden_size=8, num_topk=2, num_ranks
 MANY_RANKS = 8
 #: Seconds that the others wait for a rank that comes late, and how often.
 LATE_S, LATE_TIMES = 1.0, 3
-#: Load average for each core above which a machine is not quiet enough.
-QUIET_LOAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,6 @@ def pair_us(run: Run, lib: str = "expertwire") -> float:
 def pair_spread(*measured: tuple[Run, str]) -> float:
     """Return the largest spread of the pairs of some libraries: (largest - smallest) / median over their rounds."""
     return max(run.result(lib).phases["pair"].spread for run, lib in measured)
-
-
-def load_before(machine: dict[str, Any]) -> dict[str, Any]:
-    """Return the load that other work put on the machine, and whether it was quiet."""
-    load, most = machine["load_average_1min"], QUIET_LOAD * machine["usable_cores"]
-    return {"load_average_1min": load, "most": most, "quiet": load <= most}
 
 
 def written_rows(problem: Problem) -> int:
@@ -163,13 +161,10 @@ def main() -> None:
     """Measure everything, print each figure, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     machine, settings = describe_machine(), Settings(iters=options.iters)
-    load = load_before(machine)
-    if not load["quiet"]:
-        busy = f"the load average is {load['load_average_1min']}, above {load['most']:g}"
-        print(f"WARNING: {busy}: this machine is busy, and figures of it say little", file=sys.stderr, flush=True)
+    if busy := busy_before(machine):
+        print(f"WARNING: {busy}: figures say little", file=sys.stderr, flush=True)
     bars: list[Bar] = []
     runs: list[Run] = []
     for part in (lambda: compare_libraries(settings), lambda: compare_rank_counts(settings), measure_costs):
@@ -181,9 +176,8 @@ def main() -> None:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = ("python", "benchmarks/measure_cpu.py", "--iters", str(options.iters))
     report = Report(command, date, machine, describe_versions(), settings, tuple(runs))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    values = {**report.to_json(), "load_before": load, "bars": [bar.to_json() for bar in bars]}
-    options.output.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
+    RUNS.write_text(json.dumps(report.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
+    BARS.write_text(json.dumps([bar.to_json() for bar in bars], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,66 +1,147 @@
-"""Make the tables of docs/benchmarks.md from the JSON files in benchmarks/results.
+"""Make the tables and figures of docs/benchmarks.md from committed JSON.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``python benchmarks/render_tables.py --check``
-changes nothing and fails if one is out of date.
+A table stands between ``<!-- table: PREFIX KIND -->`` and ``<!-- end -->``, a figure between ``<!-- figure: PREFIX SIZE
+-->`` and ``<!-- end -->``. PREFIX names the files ``benchmarks/results/PREFIX.json`` and ``PREFIX-*.json`` of
+``expertwire bench --json``, whose runs are taken together. ``--check`` changes nothing and fails if something is out of
+date.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from prediction import prediction_table
+from tables import busy_before, code, markdown
+
+from expertwire.bench import svg
+from expertwire.bench.charts import Lines, digits
+from expertwire.bench.figures import SWEPT, sweep
+from expertwire.bench.rows import Row, main_rows, method, rows_of, rows_of_run, sizes, way, within_spread, workload_name
+from expertwire.bench.schema import PHASES, Problem, Report
+from expertwire.bench.stored import read_report
+from expertwire.bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
+FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
-_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CHECKS = ROOT / "benchmarks" / "checks"
+BARS = ROOT / "benchmarks" / "cpu_bars.json"
+_PLACE = re.compile(
+    r"(<!-- (?P<what>table|figure): (?P<prefix>[\w-]+) (?P<kind>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+_NOTHING = "*Not measured yet.*\n"
+OURS, FLOOR = "expertwire", "floor"
 
-Json = dict[str, Any]
+
+@functools.cache
+def reports(prefix: str) -> list[Report]:
+    """Return the reports whose files begin with a prefix."""
+    paths = sorted(path for path in RESULTS.glob("*.json") if f"{path.stem}-".startswith(f"{prefix}-"))
+    return [read_report(path) for path in paths]
 
 
-def _markdown(headings: list[str], rows: list[list[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def all_rows(prefix: str) -> list[Row]:
+    """Return the rows of all reports of a prefix."""
+    return [row for report in reports(prefix) for row in rows_of(report)]
 
 
-def machine_table(result: Json) -> str:
-    """Return what was measured on, when, and with which command."""
-    machine, versions = result["machine"], result["versions"]
+def machine_table(prefix: str) -> str:
+    """Return what was measured on, when, how, and with which commands."""
+    found = reports(prefix)
+    first = found[0]
+    facts = {name.replace("_", " "): value for name, value in first.machine.items()}
     rows = [
-        ["date", result["date"]],
-        ["command", f"`{' '.join(result['command'])}`"],
-        ["CPU", f"{machine['cpu']} ({machine['architecture']}), {machine['usable_cores']} cores"],
-        ["memory", f"{machine['memory_gib']} GiB"],
-        ["kernel", machine["kernel"]],
-        ["load before", _load(result)],
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+        ["date", " to ".join(sorted({min(one.date for one in found), max(one.date for one in found)}))],
+        *(["command", code(shlex.join(one.command))] for one in found),
+        *([name, ", ".join(map(str, value if isinstance(value, list) else [value]))] for name, value in facts.items()),
+        ["versions", ", ".join(f"{name} {version}" for name, version in first.versions.items())],
+        ["method", "; ".join(dict.fromkeys(method(one.settings) for one in found))],
     ]
-    return _markdown(["", ""], rows)
+    if busy := next(filter(None, (busy_before(one.machine) for one in found)), ""):
+        rows.append(["**busy**", busy])
+    return markdown(["", ""], rows)
 
 
-def _load(result: Json) -> str:
-    load = result.get("load_before")
-    if load is None:
-        return str(result["machine"]["load_average_1min"])
-    return f"{load['load_average_1min']}" + ("" if load["quiet"] else f" (**busy**: above {load['most']:g})")
+def workloads_table(prefix: str) -> str:
+    """Return a row for each named shape and way to run it: a pair of each library."""
+    return _pairs_table([row for row in _workload_rows(prefix) if row.operation == "pair"], workload_name)
 
 
-def bars_table(result: Json) -> str:
-    """Return each figure with its bar."""
-    rows = []
-    for bar in result["bars"]:
-        bound = f"{'at most' if bar['at_most'] else 'at least'} {bar['bar']:g} {bar['unit']}"
-        met, spread = "yes" if bar["met"] else "**no**", f"{bar['spread']:.0%}" if bar.get("spread") else ""
-        rows.append([bar["what"], f"{bar['measured']:.3g} {bar['unit']}", spread, bound, met])
-    return _markdown(["what", "measured", "spread", "bar", "met"], rows)
+def _workload_rows(prefix: str) -> list[Row]:
+    """Return the rows of named shapes with uniform routing and grid sizes of the library's own."""
+    rows = [row for row in all_rows(prefix) if workload_name(row.problem)]
+    rows = [row for row in rows if row.problem.routing == "uniform" and not row.problem.num_blocks]
+    return sorted(rows, key=lambda row: list(WORKLOADS).index(workload_name(row.problem)))
 
 
-def runs_table(result: Json) -> str:
-    """Return every library and phase of every run, microseconds of the slowest rank."""
+def routings_table(prefix: str) -> str:
+    """Return a row for each problem whose routing is not uniform: a pair of each library."""
+    rows = [row for row in all_rows(prefix) if row.operation == "pair" and row.problem.routing != "uniform"]
+    return _pairs_table(rows, sizes) if rows else _NOTHING
+
+
+def operations_table(prefix: str) -> str:
+    """Return a row for each named shape, way and library: the median of each phase but the pairs."""
+    rows = _workload_rows(prefix)
+    phases = [phase for phase in PHASES if any(row.phase == phase for row in rows) and not phase.startswith("pair")]
+    medians = {(row.problem, row.lib, row.phase): row.figures.median_us for row in rows}
+    lines = [
+        [workload_name(problem), way(problem), lib]
+        + [digits(medians[problem, lib, phase]) if (problem, lib, phase) in medians else "" for phase in phases]
+        for problem, lib in dict.fromkeys((row.problem, row.lib) for row in rows)
+    ]
+    return markdown(["shape", "layout, combine, payload", "LIB", *phases], lines) if phases else _NOTHING
+
+
+def _pairs_table(rows: list[Row], name: Callable[[Problem], str]) -> str:
+    others = [lib for lib in dict.fromkeys(row.lib for row in rows) if lib not in (OURS, FLOOR)]
+    launched = any(row.is_launch for row in rows)
+    compared = any(row.lib == FLOOR for row in rows)
+    headings = ["shape", "layout, combine, payload", "expertwire", "p99", "spread", *(["floor", "x floor"] * compared)]
+    headings += ["launches"] * launched + [f"{lib} (times expertwire)" for lib in others]
+    lines = []
+    for problem in dict.fromkeys(row.problem for row in rows):
+        own = {(row.lib, row.phase): row for row in rows if row.problem == problem}
+        ours, floor = own.get((OURS, "pair")), own.get((FLOOR, "pair"))
+        if ours is None:
+            continue
+        figures = ours.figures
+        cells = [name(problem), way(problem), f"**{figures.median_us:.1f}**"]
+        cells += [f"{figures.p99_us:.1f}", f"{figures.spread:.0%}"]
+        cells += ([f"{floor.figures.median_us:.1f}", _ratio(ours, floor)] if floor else ["", ""]) * compared
+        launch = own.get((OURS, "pair-launch"))
+        cells += [f"{launch.figures.median_us:.1f}" if launch else ""] * launched
+        lines.append(cells + [_times_ours(own, lib) for lib in others])
+    return markdown(headings, lines)
+
+
+def _ratio(one: Row, other: Row) -> str:
+    ratio = one.figures.median_us / other.figures.median_us
+    return ("~ " if within_spread(ratio, [one.figures, other.figures]) else "") + f"{ratio:.2f}"
+
+
+def _times_ours(own: dict[tuple[str, str], Row], lib: str) -> str:
+    """Return a library's median, and how many times ours that is, both captured or both launched."""
+    for phase in ("pair", "pair-launch"):
+        if (lib, phase) in own:
+            row, ours = own[lib, phase], own.get((OURS, phase))
+            how = ", launches" if phase == "pair-launch" else ""
+            return f"{row.figures.median_us:.1f}{how}" + (f" ({_ratio(row, ours)})" if ours else "")
+    return ""
+
+
+def phases_table(prefix: str) -> str:
+    """Return every library and phase of every run."""
     headings = [
         "R",
         "T",
@@ -71,84 +152,146 @@ def runs_table(result: Json) -> str:
         "median",
         "p99",
         "max",
-        "fastest rank",
+        "fastest",
         "GB/s",
         "spread",
         "x floor",
     ]
-    rows = []
-    for run in result["runs"]:
-        problem = run["problem"]
-        shape = [str(problem["num_ranks"]), str(problem["num_tokens"]), problem["layout"]]
-        for lib in run["results"]:
-            for phase, figures in lib["phases"].items():
-                times = [
-                    f"{figures[name]:.0f}" for name in ("min_us", "median_us", "p99_us", "max_us", "fastest_rank_us")
-                ]
-                ratio = figures["ratio_to"].get("floor")
-                rest = [
-                    f"{figures['gb_per_s']:.2f}",
-                    f"{figures['spread']:.0%}",
-                    "" if ratio is None else f"{ratio:.2f}",
-                ]
-                rows.append([*shape, lib["lib"], phase, *times, *rest])
-    return _markdown(headings, rows)
+    lines = []
+    for report in reports(prefix):
+        for run in report.runs:
+            for row in rows_of_run(run):
+                figures = row.figures
+                times = (figures.min_us, figures.median_us, figures.p99_us, figures.max_us, figures.fastest_rank_us)
+                ratio = figures.ratio_to.get(FLOOR)
+                problem = run.problem
+                lines.append([
+                    *(str(problem.num_ranks), str(problem.num_tokens), problem.layout.value, row.lib, row.phase),
+                    *map(digits, times),
+                    *(f"{figures.gb_per_s:.2f}", f"{figures.spread:.0%}", "" if ratio is None else f"{ratio:.2f}"),
+                ])  # fmt: skip
+    return markdown(headings, lines)
 
 
-def gpu_table(result: Json) -> str:
-    """Return the medians of a GPU run: a row for each way to run, a column for each shape."""
-    shapes = list(dict.fromkeys(row["shape"] for row in result["rows"]))
-    ways = list(dict.fromkeys(row["variant"] for row in result["rows"]))
-    medians = {(row["variant"], row["shape"]): f"{row['median_us']:.1f}" for row in result["rows"]}
-    return _markdown(["", *shapes], [[way, *(medians.get((way, shape), "") for shape in shapes)] for way in ways])
+def sweep_table(prefix: str, size: str) -> str:
+    """Return a table for each set of problems that differ in one size alone: a row for each library."""
+    text = ""
+    for chart in _sweeps(prefix, size):
+        values = chart.x_ticks
+        lines = []
+        for series in chart.series:
+            known = dict(series.points)
+            lines.append([series.name, *(f"{known[value]:.1f}" if value in known else "" for value in values)])
+        text += f"{chart.title}\n\n" + markdown(["", *(f"{value:g}" for value in values)], lines) + "\n"
+    return text.rstrip("\n") + "\n" if text else _NOTHING
 
 
-def gpus_table(result: Json) -> str:
-    """Return which GPUs were measured, when, and with which command."""
-    machine, versions = result["machine"], result["versions"]
-    rows = [
-        ["date", result["date"]],
-        ["command", f"`{result['command']}`"],
-        ["GPUs", machine["gpus"]],
-        ["driver", machine["driver"]],
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
-        ["method", result["method"]],
+def _sweeps(prefix: str, size: str) -> list[Lines]:
+    """Return the lines over one size; two shapes that happen to differ in it alone are no sweep."""
+    return [chart for chart in sweep(_pairs(prefix), size) if len(chart.x_ticks) > 2]
+
+
+def _pairs(prefix: str) -> list[Row]:
+    return [row for row in main_rows(all_rows(prefix)) if row.operation == "pair"]
+
+
+def figure(prefix: str, size: str) -> tuple[str, dict[str, str]]:
+    """Return links to the lines over one size, and the files that they lead to by name."""
+    files = {}
+    links = ""
+    for number, chart in enumerate(_sweeps(prefix, size), 1):
+        name = f"{prefix}-{size.replace('_', '-')}-{number}.svg"
+        files[name] = svg.draw(chart, standalone=True)
+        links += f"![{chart.title}](figures/{name})\n"
+    return links or _NOTHING, files
+
+
+def bars_table(prefix: str) -> str:
+    """Return each figure of the CPU backend with its bar."""
+    del prefix
+    lines = []
+    for bar in json.loads(BARS.read_text(encoding="utf-8")):
+        bound = f"{'at most' if bar['at_most'] else 'at least'} {bar['bar']:g} {bar['unit']}"
+        met, spread = "yes" if bar["met"] else "**no**", f"{bar['spread']:.0%}" if bar.get("spread") else ""
+        lines.append([bar["what"], f"{bar['measured']:.3g} {bar['unit']}", spread, bound, met])
+    return markdown(["what", "measured", "spread", "bar", "met"], lines)
+
+
+def check_table(prefix: str) -> str:
+    """Return what tools/gpu_check.sh found."""
+    path = CHECKS / f"{prefix}.json"
+    if not path.exists():
+        return "*Not run yet.*\n"
+    check = json.loads(path.read_text(encoding="utf-8"))
+    facts = [["date", check["date"]], ["command", code(check["command"])], ["GPUs", ", ".join(check["gpus"])]]
+    facts += [["driver", check["driver"]], ["versions", ", ".join(" ".join(one) for one in check["versions"].items())]]
+    groups = [
+        [
+            *(one["name"], str(one["passed"]), str(len(one["failures"]))),
+            *(str(sum(one["skipped"].values())), str(one["seconds"]), one["problem"]),
+        ]
+        for one in check["runs"]
     ]
-    return _markdown(["", ""], rows)
+    total = ["all", *(str(check[name]) for name in ("passed", "failed", "skipped")), "", ""]
+    headings = ["group", "passed", "failed", "skipped", "seconds", ""]
+    return markdown(["", ""], facts) + "\n" + markdown(headings, [*groups, total])
 
 
-TABLES: dict[str, Callable[[Json], str]] = {
+def predicted(prefix: str) -> str:
+    """Return what eight GPUs are predicted to need."""
+    return prediction_table(_pairs(prefix))
+
+
+TABLES: dict[str, Callable[[str], str]] = {
     "machine": machine_table,
+    "workloads": workloads_table,
+    "routings": routings_table,
+    "operations": operations_table,
+    "phases": phases_table,
     "bars": bars_table,
-    "runs": runs_table,
-    "gpu": gpu_table,
-    "gpus": gpus_table,
+    "check": check_table,
+    "prediction": predicted,
+    **{size.replace("_", "-"): functools.partial(sweep_table, size=size) for size in SWEPT},
 }
+_WITHOUT_REPORTS = {"bars", "check"}
 
 
-def render(page: str, results: dict[str, Json]) -> str:
-    """Return the page with every table made anew. A table is named RESULT-TABLE, such as ``cpu-bars``."""
+def render(page: str) -> tuple[str, dict[str, str]]:
+    """Return the page with every table and link made anew, and the files of figures by name."""
+    files: dict[str, str] = {}
 
-    def table(found: re.Match[str]) -> str:
-        result, _, kind = found["name"].rpartition("-")
-        return f"{found[1]}\n{TABLES[kind](results[result])}\n{found[3]}"
+    def made(found: re.Match[str]) -> str:
+        prefix, kind = found["prefix"], found["kind"]
+        if kind not in _WITHOUT_REPORTS and not reports(prefix):
+            text = _NOTHING
+        elif found["what"] == "table":
+            text = TABLES[kind](prefix)
+        else:
+            text, drawn = figure(prefix, kind.replace("-", "_"))
+            files.update(drawn)
+        return f"{found[1]}\n{text}\n{found[5]}"
 
-    return _TABLE.sub(table, page)
+    return _PLACE.sub(made, page), files
 
 
 def main() -> int:
-    """Render or check the page; returns the exit status."""
+    """Render or check; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
     page = PAGE.read_text(encoding="utf-8")
-    made = render(page, results)
+    text, files = render(page)
+    stored = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.glob("*.svg")}
     if options.check:
-        if made != page:
-            print("docs/benchmarks.md is out of date: run benchmarks/render_tables.py", file=sys.stderr)
-        return int(made != page)
-    PAGE.write_text(made, encoding="utf-8")
+        if (text, files) != (page, stored):
+            print("docs/benchmarks.md or docs/figures is out of date: run benchmarks/render_tables.py", file=sys.stderr)
+        return int((text, files) != (page, stored))
+    PAGE.write_text(text, encoding="utf-8")
+    FIGURES.mkdir(exist_ok=True)
+    for name in stored.keys() - files.keys():
+        (FIGURES / name).unlink()
+    for name, drawing in files.items():
+        (FIGURES / name).write_text(drawing, encoding="utf-8")
     return 0
 
 

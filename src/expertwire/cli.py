@@ -136,7 +136,7 @@ def compile_kernels(
 
 def make_app() -> typer.Typer:
     """Returns the application with all commands."""
-    from expertwire.bench.command import bench
+    from expertwire.bench.subcommands import make_bench
 
     app = typer.Typer(
         name="expertwire",
@@ -146,8 +146,9 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_before_command)
-    for command in (info, run, bench):
+    for command in (info, run):
         app.command()(command)
+    app.add_typer(make_bench(), name="bench")
     app.command("compile")(compile_kernels)
     return app
 

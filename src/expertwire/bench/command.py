@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,9 @@ from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from expertwire.bench.request import Request
+    from expertwire.bench.schema import Report
 
-_WIDTH_WITHOUT_TERMINAL = 150
+WIDTH_WITHOUT_TERMINAL = 150
 
 
 def _shape(text: str, *names: str) -> Any:
@@ -25,18 +27,33 @@ def _method(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Method", **more)
 
 
+def _mpi(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Ranks over MPI")
+
+
+def _gpu(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="GPUs", **more)
+
+
+def _built(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Programs of others that you have built")
+
+
 # Written out: the module that holds them needs NumPy, which is loaded when a command is called.
 WORKLOAD_HELP = (
-    "A shape by name: mscclpp-latency, mscclpp-bench, deepseek-decode, single-token, nemotron-latent, kimi-k3."
+    "Shapes by name, by comma: mscclpp-latency, mscclpp-bench, deepseek-decode, single-token, nemotron-latent, kimi-k3."
 )
 _ROUTING_HELP = "uniform, zipf:S, one-hot, empty-experts, observed-skew, or a trace of expertwire run."
-Libs = Annotated[str, typer.Option(help="Libraries, by comma: expertwire, torch-a2a, floor; or all.")]
+_LIBS_HELP = (
+    "Libraries, by comma: expertwire, expertwire-cpp, nccl-ep, deepep, mscclpp, flashinfer, torch-a2a, floor; or all."
+)
+Libs = Annotated[str, typer.Option(help=_LIBS_HELP)]
 Workload = Annotated[str | None, _shape(WORKLOAD_HELP)]
 Experts = Annotated[str | None, _shape("Experts of all ranks. [128]", "-e", "--experts")]
 Tokens = Annotated[str | None, _shape("Tokens of a rank. [128]", "-t", "--tokens")]
 Hidden = Annotated[str | None, _shape("Elements of a row. [7168]", "-d", "--hidden")]
 Topk = Annotated[str | None, _shape("Experts of a token. [8]", "-k", "--topk")]
-Ranks = Annotated[str | None, _shape("Ranks on this host. [2]", "--ranks", "--nproc-per-node")]
+Ranks = Annotated[str | None, _shape("Ranks of a host. [2]", "--ranks", "--nproc-per-node")]
 Layout = Annotated[str, _shape("expert-major, rank-major.")]
 Combine = Annotated[str, _shape("rank-local-reduce, direct-send.")]
 Payload = Annotated[str, _shape("bf16, fp8-e4m3.")]
@@ -50,14 +67,29 @@ Rounds = Annotated[int, _method("Turns in which the libraries alternate.", min=1
 Validate = Annotated[bool, _method("Check every timed pair.", "--validate")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
-CudaGraph = Annotated[bool | None, typer.Option("--cuda-graph/--no-cuda-graph", hidden=True)]
-ItersPerGraph = Annotated[int | None, typer.Option(hidden=True)]
-KernelOnly = Annotated[bool, typer.Option("--kernel-only", hidden=True)]
-Nodes = Annotated[str | None, typer.Option(hidden=True)]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the result: a .html page or a .png picture.")]
+Device = Annotated[str, _gpu("cpu, cuda, or auto: GPUs if there are some.", "--device")]
+CudaGraph = Annotated[bool | None, _gpu("Time captured graphs. [yes]", "--cuda-graph/--no-cuda-graph")]
+ItersPerGraph = Annotated[int | None, _gpu("Pairs in a captured graph. [50]", "--iters-per-graph", min=1)]
+KernelOnly = Annotated[
+    bool | None, _gpu("Time the kernels alone; or leave that out. [both]", "--kernel-only/--no-kernel-rows")
+]
+NumBlocks = Annotated[
+    str | None, _gpu("Grid sizes: N, DISPATCH:COMBINE or all, by comma. [the library's own]", "--num-blocks")
+]
+NcclLibPath = Annotated[str, _built("Folder of the NCCL libraries for the next one.", "--nccl-lib-path")]
+NcclEpBenchPath = Annotated[str, _built("ep_bench of NCCL EP, for nccl-ep-bench.", "--nccl-ep-bench")]
+MscclppBenchPath = Annotated[str, _built("mscclpp_ep_bench, for mscclpp-cpp-bench.", "--mscclpp-cpp-bench")]
+NodeList = Annotated[
+    str | None, _mpi('Hosts on which mpirun starts ranks: "IP IP". [none: this host, no MPI]', "--nodes")
+]
+Interface = Annotated[str | None, _mpi("Network interface that MPI uses. [its own choice]", "--iface")]
+MpiPrefix = Annotated[str | None, _mpi("Folder of the MPI installation. [mpirun of the PATH]", "--mpi-prefix")]
 
 
 # One parameter an option: this is how typer declares a command line.
 def bench(
+    context: typer.Context,
     *,
     ep_lib: Libs = "expertwire,floor",
     workload: Workload = None,
@@ -79,31 +111,49 @@ def bench(
     validate: Validate = False,
     dry_run: DryRun = False,
     json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    device: Device = "auto",
     cuda_graph: CudaGraph = None,
     iters_per_graph: ItersPerGraph = None,
-    kernel_only: KernelOnly = False,
-    nodes: Nodes = None,
+    kernel_only: KernelOnly = None,
+    num_blocks: NumBlocks = None,
+    nccl_lib_path: NcclLibPath = "",
+    nccl_ep_bench: NcclEpBenchPath = "",
+    mscclpp_cpp_bench: MscclppBenchPath = "",
+    nodes: NodeList = None,
+    iface: Interface = None,
+    mpi_prefix: MpiPrefix = None,
 ) -> None:
     """Check several libraries against the reference, then time their dispatch and combine.
 
     Exit status 1: a library was wrong or broke. 2: an option cannot be used.
     """
+    if context.invoked_subcommand is not None:
+        return
     from expertwire.bench.adapters import parse_libs
-    from expertwire.bench.request import Request, Sweep
+    from expertwire.bench.nodes import Nodes
+    from expertwire.bench.request import Request, Sweep, parse_device
     from expertwire.bench.schema import Settings
 
-    gpu_only = {
-        "cuda_graph": cuda_graph,
-        "iters_per_graph": iters_per_graph,
-        "kernel_only": kernel_only,
-        "nodes": nodes,
-    }
-    sweep = Sweep(experts, tokens, hidden, topk, ranks, layout, combine_mode, dispatch_dtype, routing, workload, seed)
-    settings = Settings(warmup, iters, rounds, threads, validate, timeout)
+    gpu_options = {"cuda-graph": cuda_graph, "iters-per-graph": iters_per_graph, "kernel-only": kernel_only}
+    sweep = Sweep(
+        experts, tokens, hidden, topk, ranks, layout, combine_mode, dispatch_dtype, routing, workload, seed, num_blocks
+    )
     try:
-        _refuse_gpu_options(gpu_only)
-        request = Request(parse_libs(ep_lib), sweep.problems(), settings, ("expertwire", *sys.argv[1:]))
-        right = _carry_out(request, dry_run, json_file)
+        settings = Settings(
+            *(warmup, iters, rounds, threads, validate, timeout, parse_device(device, gpu_options)),
+            cuda_graph=cuda_graph is not False,
+            iters_per_graph=iters_per_graph or Settings.iters_per_graph,
+            kernel_rows=kernel_only is not False,
+            host_rows=kernel_only is not True,
+            nccl_lib_path=nccl_lib_path,
+            nccl_ep_bench=nccl_ep_bench,
+            mscclpp_cpp_bench=mscclpp_cpp_bench,
+        )
+        where = Nodes.parse(nodes, iface, mpi_prefix)
+        problems = sweep.problems(where.num_nodes if where else 1)
+        request = Request(parse_libs(ep_lib), problems, settings, ("expertwire", *sys.argv[1:]), where)
+        right = _carry_out(request, dry_run, Outputs(json_file, plot_file))
     except (Error, OSError) as error:
         typer.secho(f"expertwire bench: {error}", fg="red", err=True)
         raise typer.Exit(2 if isinstance(error, (InvalidArgumentError, UnsupportedError)) else 1) from None
@@ -111,30 +161,65 @@ def bench(
         raise typer.Exit(1)
 
 
-def _refuse_gpu_options(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            raise InvalidArgumentError(f"{option}: needs NVIDIA GPUs, which this version of the benchmark does not use")
+@dataclass(frozen=True)
+class Outputs:
+    """The files to write, as far as they are asked for."""
+
+    json_file: Path | None
+    plot_file: Path | None
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError if a file could not be written, before anything has been measured."""
+        if self.plot_file is not None and self.plot_file.suffix not in (".html", ".png"):
+            raise InvalidArgumentError(f"--plot {self.plot_file}: must end in .html or .png")
+        for option, path in (("--json", self.json_file), ("--plot", self.plot_file)):
+            if path is None:
+                continue
+            if not path.parent.is_dir():
+                raise InvalidArgumentError(f"{option} {path}: its folder does not exist")
+            if path.is_dir():
+                raise InvalidArgumentError(f"{option} {path}: is a folder")
+            part = path.with_name(f".{path.name}.part")
+            try:
+                part.touch()
+                part.unlink()
+            except OSError as error:
+                raise InvalidArgumentError(f"{option} {path}: cannot be written ({error.strerror})") from error
+        if self.plot_file is not None:
+            from expertwire.bench.plot import check_plot
+
+            check_plot(self.plot_file)  # a picture needs more than a place
+
+    def write(self, report: Report) -> None:
+        """Write the files, each whole or not at all."""
+        if self.json_file is not None:
+            part = self.json_file.with_name(f".{self.json_file.name}.part")
+            try:
+                part.write_text(json.dumps(report.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
+                part.replace(self.json_file)
+            finally:
+                part.unlink(missing_ok=True)
+        if self.plot_file is not None:
+            from expertwire.bench.plot import write_plot
+
+            write_plot(self.plot_file, [(self.plot_file.stem, report)])
 
 
-def _carry_out(request: Request, dry_run: bool, json_file: Path | None) -> bool:
+def _carry_out(request: Request, dry_run: bool, outputs: Outputs) -> bool:
     """Measure and show, or show what would be measured. Returns whether every library that ran was right."""
     from rich.console import Console
 
     from expertwire.bench.report import print_report
     from expertwire.bench.request import print_plan, run_request
 
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
     if dry_run:
         print_plan(request, console)
         return True
-    if json_file is not None and not json_file.parent.is_dir():
-        raise InvalidArgumentError(f"--json {json_file}: its folder does not exist")
+    outputs.check()
     report = run_request(request, Console(stderr=True, soft_wrap=True))
     try:
-        if json_file is not None:
-            json_file.write_text(json.dumps(report.to_json()) + "\n", encoding="utf-8")
+        outputs.write(report)
     finally:  # a full disk does not cost the table, nor a closed terminal the file
         print_report(report, console)
     return not report.failed

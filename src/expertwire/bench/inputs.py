@@ -54,10 +54,11 @@ def rank_input(problem: Problem, rank: int) -> RankInput:
     return RankInput(x, routing.topk_ids, routing.weights)
 
 
-def payload_bytes_per_rank(problem: Problem, inputs: Sequence[RankInput]) -> float:
+def payload_bytes_per_rank(problem: Problem) -> float:
     """Return valid selections * H * 2 bytes, the mean over the ranks: what GB/s is counted from, for every library."""
-    selections = sum(int((rank.topk_ids >= 0).sum()) for rank in inputs)
-    return selections * problem.hidden_size * 2 / len(inputs)
+    routings = [make_routing(problem, rank).topk_ids for rank in range(problem.num_ranks)]
+    selections = sum(int((topk_ids >= 0).sum()) for topk_ids in routings)
+    return selections * problem.hidden_size * 2 / problem.num_ranks
 
 
 def expert_rows(problem: Problem, rows: Numpy, expert_ids: Numpy) -> Numpy:

@@ -17,7 +17,7 @@ class Listener(Protocol):
         """A problem starts."""
 
     def update(self, num_steps: int, doing: str) -> None:
-        """So many steps of the problem are done, and this one is being done. Called from a thread of its own."""
+        """So many steps of all problems are done, and this is being done. Called from a thread of its own."""
 
 
 class Lines:
@@ -41,17 +41,14 @@ class Bar:
         self._bar = bar
         self._task = bar.add_task("", total=num_steps)
         self._title = ""
-        self._done = self._before = 0
 
     def begin(self, title: str) -> None:
-        """Counts on from the steps of the problems before."""
-        self._before, self._title = self._done, title
-        self.update(0, "inputs")
+        """Changes the words beside the bar."""
+        self._title = title
 
     def update(self, num_steps: int, doing: str) -> None:
         """Moves the bar. Draws it now and at no other time: a timed library shares the cores with it."""
-        self._done = self._before + num_steps
-        self._bar.update(self._task, completed=self._done, description=f"{self._title}\n{doing}", refresh=True)
+        self._bar.update(self._task, completed=num_steps, description=f"{self._title}\n{doing}", refresh=True)
 
 
 @contextlib.contextmanager

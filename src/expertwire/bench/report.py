@@ -5,13 +5,18 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from expertwire.bench.schema import PHASES, LibResult, PhaseSummary, Report, Run, Status
+from expertwire.bench.rows import within_spread
+from expertwire.bench.schema import LibResult, PhaseSummary, Report, Run, Status
 
 _LEGEND = (
-    "us per call of the slowest rank of each iteration; fastest: median of the fastest rank, which has not waited for "
-    "a late one; GB/s: valid selections * H * 2 bytes of one rank (twice for the pair) over the median; "
-    "x LIB: this median over that of LIB; spread: of the medians of the rounds."
+    "Results were right before they were timed, unless a note says that they were not checked. us per call of the "
+    "slowest rank of each iteration; fastest: median of the fastest rank, which has not waited for a late one; GB/s: "
+    "valid selections * H * 2 bytes of one rank (twice for the pair) over the median; spread: range of the medians of "
+    "the rounds over the median; x LIB: this median over that of LIB, ~ where the two differ by no more than their "
+    "spread."
 )
+#: Libraries of one run up to which each is compared with each other; files and pages always hold all ratios.
+_MOST_COMPARED = 3
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -22,39 +27,49 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _print_run(run: Run, console: Console) -> None:
-    measured = [result.lib for result in run.results if result.phases]
     table = Table(title=run.problem.title(), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("LIB")
     table.add_column("phase")
-    for heading in ("min", "median", "p99", "max", "fastest", "GB/s", "spread", *_ratio_headings(measured)):
+    for heading in ("min", "median", "p99", "max", "fastest", "GB/s", "spread"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for result in run.results:
-        for phase in PHASES if result.phases else ():
-            table.add_row(result.lib, phase, *_cells(result.lib, result.phases[phase], measured))
+    for lib in _compared(run):
+        table.add_column(f"x {lib}", justify="right", no_wrap=True)
+    table.add_column("notes", justify="right")
+    for number, result in enumerate(run.results, 1):
+        for phase, summary in result.phases.items():
+            table.add_row(result.lib, phase, *_cells(run, phase, summary), str(number))
     console.print(table)
     for result in run.results:
         if result.status is not Status.OK:
             console.print(f"{result.lib}: {_why(result)}", style=_style(result), highlight=False, markup=False)
-    for result in run.results:
+    for number, result in enumerate(run.results, 1):
         if result.status is Status.OK:
-            console.print(f"{result.lib}: checked; {result.notes}", style="dim", highlight=False, markup=False)
+            told = f"{number} {result.lib}: {result.notes}"
+            console.print(told, style="dim", highlight=False, markup=False)
+            for phase, why in result.missing.items():
+                console.print(f"{result.lib}: no {phase}: {why}", style="dim", highlight=False, markup=False)
     console.print()
 
 
-def _ratio_headings(measured: list[str]) -> list[str]:
-    return [f"x {lib}" for lib in measured] if len(measured) > 1 else []
+def _compared(run: Run) -> list[str]:
+    """Return the libraries that others are held against; of many, which would not fit, this one and the floor."""
+    measured = [result.lib for result in run.results if result.phases]
+    if len(measured) > _MOST_COMPARED:
+        return [lib for lib in measured if lib in ("expertwire", "floor")]
+    return measured if len(measured) > 1 else []
 
 
-def _cells(lib: str, summary: PhaseSummary, measured: list[str]) -> list[str]:
+def _cells(run: Run, phase: str, summary: PhaseSummary) -> list[str]:
     times = (summary.min_us, summary.median_us, summary.p99_us, summary.max_us, summary.fastest_rank_us)
     cells = [*(f"{time:.1f}" for time in times), f"{summary.gb_per_s:.2f}", f"{summary.spread:.0%}"]
-    if len(measured) > 1:
-        cells += [_ratio(summary, lib, other) for other in measured]
-    return cells
+    return cells + [_ratio(summary, run.result(other).phases.get(phase), other) for other in _compared(run)]
 
 
-def _ratio(summary: PhaseSummary, lib: str, other: str) -> str:
-    return "-" if lib == other or other not in summary.ratio_to else f"{summary.ratio_to[other]:.2f}"
+def _ratio(summary: PhaseSummary, others: PhaseSummary | None, other: str) -> str:
+    if others is None or other not in summary.ratio_to:
+        return "-"
+    ratio = summary.ratio_to[other]
+    return ("~ " if within_spread(ratio, [summary, others]) else "") + f"{ratio:.2f}"
 
 
 def _why(result: LibResult) -> str:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
+from importlib import metadata
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from expertwire.bench.adapters import obstacle
+from expertwire.bench.gpus import Gpus, find_gpus
 from expertwire.bench.inputs import check_problem
-from expertwire.bench.measure import measure, num_steps, obstacle
+from expertwire.bench.measure import measure_all, num_steps
+from expertwire.bench.nodes import Nodes
 from expertwire.bench.progress import shown
 from expertwire.bench.routing import is_trace, read_trace
-from expertwire.bench.schema import Problem, Report, Run, Settings
+from expertwire.bench.schema import Problem, Report, Settings
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.errors import InvalidArgumentError
 from expertwire.machine import describe_machine, describe_versions
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
+#: Packages whose versions say which library was measured.
+_PACKAGES = {
+    "nccl-ep": ("nccl4py", "nccl-extensions", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "deepep": ("deep_ep",),
+    "mscclpp": ("mscclpp",),
+    "flashinfer": ("flashinfer-python",),
+    "torch-a2a": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
 _Choice = TypeVar("_Choice", bound=Enum)
 _DEFAULT_SHAPE = Problem()
+_OPERATIONS = 2
 _LAYOUTS = [DispatchLayout.EXPERT_MAJOR, DispatchLayout.RANK_MAJOR]
 
 
@@ -41,32 +55,37 @@ class Sweep:
     routing: str = "uniform"
     workload: str | None = None
     seed: int = 1
+    num_blocks: str | None = None
 
-    def problems(self) -> list[Problem]:
-        """Return all combinations, the last named option turning fastest. Raises InvalidArgumentError."""
+    def problems(self, num_nodes: int = 1) -> list[Problem]:
+        """Return all combinations, the last named option turning fastest; each node has ``--ranks`` ranks.
+
+        Raises:
+            InvalidArgumentError: a value is not allowed.
+        """
         return [
-            problem
+            replace(problem, num_ranks=problem.num_ranks * num_nodes)
             for routing in _words(self.routing)
-            for problem in self._problems_with_routing(routing, self._shape(routing))
+            for shape in self._shapes(routing)
+            for problem in self._problems_with_routing(routing, shape)
         ]
 
-    def _shape(self, routing: str) -> Problem:
-        """Return what options that are left out stand for."""
+    def _shapes(self, routing: str) -> list[Problem]:
+        """Return what options that are left out stand for: one shape, or one for each workload."""
         if self.workload is not None:
-            if self.workload not in WORKLOADS:
-                raise InvalidArgumentError(f"--workload {self.workload!r}: must be one of {', '.join(WORKLOADS)}")
-            named = WORKLOADS[self.workload]
-            return Problem(named.num_experts, named.num_tokens, named.hidden_size, named.num_topk)
+            names = WORKLOADS if self.workload == "all" else _words(self.workload)
+            return [_shape_of_workload(name) for name in names]
         if is_trace(routing):
             trace = read_trace(routing)
-            return replace(
+            shape = replace(
                 _DEFAULT_SHAPE,
                 num_experts=trace.info.num_experts,
                 num_topk=trace.topk_ids.shape[2],
                 hidden_size=trace.info.hidden_size,
                 num_ranks=trace.info.num_ranks,
             )
-        return _DEFAULT_SHAPE
+            return [shape]
+        return [_DEFAULT_SHAPE]
 
     def _problems_with_routing(self, routing: str, shape: Problem) -> list[Problem]:
         axes: dict[str, Sequence[Any]] = {
@@ -77,6 +96,7 @@ class Sweep:
             "layout": _choices("--layout", self.layout, _LAYOUTS),
             "combine_mode": _choices("--combine-mode", self.combine_mode, list(CombineMode)),
             "dispatch_dtype": _choices("--dispatch-dtype", self.dispatch_dtype, list(DispatchDataType)),
+            "num_blocks": _grids(self.num_blocks),
             "num_tokens": _integers("-t", self.tokens, shape.num_tokens),
         }
         combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
@@ -85,6 +105,26 @@ class Sweep:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
+
+
+def _shape_of_workload(name: str) -> Problem:
+    if name not in WORKLOADS:
+        raise InvalidArgumentError(f"--workload {name!r}: must be among {', '.join(WORKLOADS)}, all")
+    named = WORKLOADS[name]
+    return Problem(named.num_experts, named.num_tokens, named.hidden_size, named.num_topk)
+
+
+def _grids(text: str | None) -> list[tuple[int, ...]]:
+    """Return the grid sizes of a comma list of N, DISPATCH:COMBINE or ``all``, which is the library's own choice."""
+    grids = []
+    for word in _words(text or "all"):
+        sizes = [] if word == "all" else word.split(":")
+        if len(sizes) > _OPERATIONS or not all(size.isdecimal() and int(size) for size in sizes):
+            raise InvalidArgumentError(
+                f"--num-blocks {text}: must be N, DISPATCH:COMBINE or all, or a comma list of them"
+            )
+        grids.append(tuple(map(int, sizes)))
+    return grids
 
 
 def _integers(option: str, text: str | None, default: int) -> list[int]:
@@ -110,14 +150,50 @@ def _choices(option: str, text: str, members: list[_Choice]) -> list[_Choice]:
     return [by_name[name] for name in names]
 
 
+def parse_device(name: str, gpu_options: dict[str, Any]) -> str:
+    """Return the device of ``--device``; ``auto`` is ``cuda`` where that can be measured.
+
+    Raises:
+        InvalidArgumentError: there is no such device, or it is the CPU and an option for GPUs is given.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise InvalidArgumentError(f"--device {name}: must be auto, cpu or cuda")
+    device = name
+    if name == "auto":
+        gpus = find_gpus()
+        device = "cuda" if gpus.names and not gpus.problem else "cpu"
+    if device == "cpu" and (given := [option for option, value in gpu_options.items() if value is not None]):
+        raise InvalidArgumentError(f"--{given[0]}: needs NVIDIA GPUs and --device cuda")
+    return device
+
+
 @dataclass(frozen=True)
 class Request:
-    """One benchmark command."""
+    """One benchmark command. ``nodes``: where mpirun starts the ranks; None: processes or threads of this host."""
 
     libs: list[str]
     problems: list[Problem]
     settings: Settings
     command: tuple[str, ...]
+    nodes: Nodes | None = None
+
+    def check(self, gpus: Gpus) -> None:
+        """Raise InvalidArgumentError if a problem cannot be, or this machine has not the GPUs for it."""
+        for problem in self.problems:
+            check_problem(problem)
+        if self.settings.device == "cpu":
+            if any(problem.num_blocks for problem in self.problems):
+                raise InvalidArgumentError("--num-blocks: needs --device cuda")
+            return
+        if gpus.problem:
+            raise InvalidArgumentError(f"--device cuda: {gpus.problem}")
+        if self.settings.threads:
+            raise InvalidArgumentError("--threads: on GPUs a rank is a process with a GPU of its own")
+        most = max(problem.num_ranks for problem in self.problems)
+        if most > len(gpus.names):
+            raise InvalidArgumentError(
+                f"--ranks {most}: this machine shows {len(gpus.names)} GPU(s), and every rank takes one"
+            )
 
 
 def run_request(request: Request, errors: Console) -> Report:
@@ -126,26 +202,41 @@ def run_request(request: Request, errors: Console) -> Report:
     Raises:
         InvalidArgumentError: a problem cannot be, or a routing file not be read; nothing has been measured then.
     """
-    for problem in request.problems:
-        check_problem(problem)
-    machine = describe_machine()
-    runs: list[Run] = []
-    total = sum(num_steps(problem, request.settings, request.libs) for problem in request.problems)
+    settings = request.settings
+    gpus = find_gpus() if settings.device == "cuda" else Gpus()
+    request.check(gpus)
+    if request.nodes is not None:
+        request.nodes.check(threads=settings.threads)
+    machine = {**describe_machine(), **(gpus.describe() if gpus.names else {})}
+    total = sum(num_steps(problem, settings, request.libs) for problem in request.problems)
     with shown(errors, total) as listener:
-        for number, problem in enumerate(request.problems, 1):
-            listener.begin(f"{number} of {len(request.problems)}: {problem.title()}")
-            runs.append(measure(problem, request.settings, request.libs, listener.update))
+        runs = measure_all(request.problems, settings, request.libs, listener, request.nodes)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Report(request.command, date, machine, describe_versions(), request.settings, tuple(runs))
+    return Report(request.command, date, machine, _versions(request.libs), settings, tuple(runs))
+
+
+def _versions(libs: list[str]) -> dict[str, str]:
+    """Return the versions of what takes part, as far as it is installed."""
+    versions = describe_versions()
+    for package in (name for lib in libs for name in _PACKAGES.get(lib, ())):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def print_plan(request: Request, console: Console) -> None:
     """Print what would be measured, and measure nothing. Raises what :func:`run_request` would for a wrong problem."""
     settings = request.settings
+    request.check(find_gpus() if settings.device == "cuda" else Gpus())
     kind = "threads" if settings.threads else "processes"
-    console.print(f"{settings.warmup} warm-up and {settings.iters} timed pairs, {settings.rounds} rounds, {kind}")
+    where = "" if settings.device == "cpu" else f", {settings.device}"
+    console.print(
+        f"{settings.warmup} warm-up and {settings.iters} timed pairs, {settings.rounds} rounds, {kind}{where}"
+    )
+    if request.nodes is not None:
+        plan = request.nodes.plan(max(one.num_ranks for one in request.problems))
+        console.print(plan, markup=False, highlight=False, soft_wrap=True)
     for problem in request.problems:
-        check_problem(problem)
         console.print(problem.title(), markup=False, highlight=False)
         for lib in request.libs:
             state = obstacle(lib, problem, settings) or "would be checked and timed"

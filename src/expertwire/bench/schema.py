@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,21 @@ from expertwire.types import (
 )
 
 SCHEMA = "expertwire-bench/1"
-PHASES = ("dispatch", "combine", "pair")
+#: What can be timed, in the order of tables. Alone: on CPUs by the caller's clock, on GPUs by events around a captured
+#: graph, per pair. ``-launch``: plain launches, by events. ``-kernel``: what the library's kernels ran, summed.
+#: ``-host``: what a call costs its caller, who does not wait for the GPU.
+PHASES = (
+    "dispatch",
+    "combine",
+    "pair",
+    "dispatch-launch",
+    "combine-launch",
+    "pair-launch",
+    "dispatch-kernel",
+    "combine-kernel",
+    "dispatch-host",
+    "combine-host",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,8 @@ class Problem:
         dispatch_dtype: payload of dispatched rows.
         routing: how tokens choose experts, as given on the command line.
         seed: of tokens, routing and weights.
+        num_blocks: grid sizes of dispatch and combine on a GPU, for libraries that can be told; empty: the library's
+            own choice.
     """
 
     num_experts: int = 128
@@ -48,6 +64,7 @@ class Problem:
     dispatch_dtype: DispatchDataType = DispatchDataType.BF16
     routing: str = "uniform"
     seed: int = 1
+    num_blocks: tuple[int, ...] = ()
 
     @property
     def experts_per_rank(self) -> tuple[int, ...]:
@@ -55,7 +72,7 @@ class Problem:
         share, extra = divmod(self.num_experts, self.num_ranks)
         return tuple(share + (rank < extra) for rank in range(self.num_ranks))
 
-    def config(self, timeout_s: float = 100.0, validate: bool | None = None) -> MoECommunicatorConfig:
+    def config(self, timeout_s: float = 100.0, device: str = "cpu") -> MoECommunicatorConfig:
         """Return the configuration of a communicator for this shape."""
         return MoECommunicatorConfig(
             num_experts=self.num_experts,
@@ -66,8 +83,8 @@ class Problem:
             output_layout=self.layout,
             combine_mode=self.combine_mode,
             quant=QuantConfig(format=self.dispatch_dtype),
-            validate=validate,
-            device="cpu",
+            num_blocks=(self.num_blocks[0], self.num_blocks[-1]) if self.num_blocks else None,
+            device=device,
             timeout_s=timeout_s,
         )
 
@@ -80,8 +97,9 @@ class Problem:
         )
 
     def title(self) -> str:
-        """Return the shape and the routing in one line."""
-        return f"{self.shape()}  routing {self.routing}"
+        """Return the shape, the routing and the grid sizes, if any are given, in one line."""
+        blocks = f"  blocks {':'.join(map(str, self.num_blocks))}" if self.num_blocks else ""
+        return f"{self.shape()}  routing {self.routing}{blocks}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +108,20 @@ class Settings:
 
     Attributes:
         warmup: untimed pairs of each library before anything is timed.
-        iters: timed pairs of each library.
+        iters: timed pairs of each library; on GPUs also timed replays of its captured graph.
         rounds: the timed pairs are cut into this many parts and the libraries take turns part by part, so that a drift
             of the machine meets all of them alike.
         threads: ranks are threads of one process in place of processes.
         validate: check the result of every timed pair, outside the timed part, not only before and after.
         timeout_s: bound of every wait, seconds.
+        device: ``"cpu"`` or ``"cuda"``; there a rank is a process with a GPU of its own.
+        cuda_graph: time captured graphs where a library can be captured.
+        iters_per_graph: pairs in a captured graph.
+        kernel_rows: time the kernels alone, in processes of their own: whatever looks at kernels slows calls down.
+        host_rows: time everything else.
+        nccl_lib_path: folder of the NCCL libraries that ``nccl_ep_bench`` loads; empty: its own choice.
+        nccl_ep_bench: where the user has the benchmark program of NCCL EP; empty: nowhere.
+        mscclpp_cpp_bench: where the user has the C++ benchmark program of MSCCL++; empty: nowhere.
     """
 
     warmup: int = 10
@@ -104,6 +130,14 @@ class Settings:
     threads: bool = False
     validate: bool = False
     timeout_s: float = 100.0
+    device: str = "cpu"
+    cuda_graph: bool = True
+    iters_per_graph: int = 50
+    kernel_rows: bool = True
+    host_rows: bool = True
+    nccl_lib_path: str = ""
+    nccl_ep_bench: str = ""
+    mscclpp_cpp_bench: str = ""
 
     def parts(self) -> list[int]:
         """Return the number of timed pairs of each round."""
@@ -120,17 +154,9 @@ class Status(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Nanoseconds of every timed pair on every rank, int64 [R, iters] each; ``pair`` spans both phases."""
-
-    dispatch: NDArray[np.int64]
-    combine: NDArray[np.int64]
-    pair: NDArray[np.int64]
-
-    def of(self, phase: str) -> NDArray[np.int64]:
-        """Return the samples of one of :data:`PHASES`."""
-        return {"dispatch": self.dispatch, "combine": self.combine, "pair": self.pair}[phase]
+#: Nanoseconds of every timed call on every rank, int64 [R, n], by phase. A pair spans both operations; one of a
+#: captured graph is its share of the replay.
+Samples: TypeAlias = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -140,7 +166,8 @@ class PhaseSummary:
     Attributes:
         min_us, median_us, p99_us, max_us: microseconds.
         fastest_rank_us: median over the iterations of the fastest rank; a rank that waits for a late one is not slow.
-        gb_per_s: payload of one rank (valid selections * H * 2 bytes, twice for the pair) over the median.
+        gb_per_s: payload of one rank (valid selections * H * 2 bytes, twice for the pair) over the median; 0 where the
+            caller alone is timed.
         spread: (largest - smallest) / median over the medians of the rounds.
         ratio_to: this median over the median of each other library of the same run.
     """
@@ -157,7 +184,17 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class LibResult:
-    """One library on one problem. With status OK it has ``samples`` and ``phases``, else ``reason`` says why not."""
+    """One library on one problem. With status OK it has ``samples`` and ``phases``, else ``reason`` says why not.
+
+    Attributes:
+        lib: the library, as ``--ep-lib`` names it.
+        status: whether there are figures.
+        reason: why there are none.
+        notes: what is timed and what is left out.
+        samples: nanoseconds of every timed call, [rank][iteration], by phase.
+        phases: the figures of each phase that was timed.
+        missing: phases that were asked for and have no figures, and why.
+    """
 
     lib: str
     status: Status
@@ -165,11 +202,18 @@ class LibResult:
     notes: str = ""
     samples: Samples | None = None
     phases: dict[str, PhaseSummary] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Run:
-    """All libraries on one problem. ``bytes_per_rank`` is valid selections * H * 2, the mean over the ranks."""
+    """All libraries on one problem.
+
+    Attributes:
+        problem: the shape.
+        bytes_per_rank: valid selections * H * 2 of one way, the mean over the ranks.
+        results: one for each library that was asked for.
+    """
 
     problem: Problem
     bytes_per_rank: float
@@ -182,7 +226,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything one command measured, with what is needed to repeat it."""
+    """Everything one command measured, with what is needed to repeat it.
+
+    Attributes:
+        command: its words.
+        date: when it was done, UTC, ISO 8601.
+        machine: hardware, kernel, driver, and the load before the start.
+        versions: of Python and of the packages that took part.
+        settings: how was measured.
+        runs: one for each problem.
+    """
 
     command: tuple[str, ...]
     date: str
@@ -198,15 +251,16 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values; samples are integers, nanoseconds, [rank][iteration]."""
-        values = {name: _plain(value) for name, value in asdict(self).items()}
+        values = {name: to_plain(value) for name, value in asdict(self).items()}
         return {"schema": SCHEMA, **values}
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON holds it."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, np.ndarray):

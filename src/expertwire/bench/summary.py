@@ -5,21 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertwire.bench.schema import PHASES, LibResult, PhaseSummary, Samples, Settings
 
 
 def summarize(samples: Samples, settings: Settings, bytes_per_rank: float) -> dict[str, PhaseSummary]:
-    """Return the figures of each phase, without ratios."""
-    return {phase: _summarize_phase(samples, settings, phase, bytes_per_rank) for phase in PHASES}
+    """Return the figures of each phase that has samples, in the order of PHASES, without ratios."""
+    num_bytes = {phase: bytes_per_rank * _transfers(phase) for phase in PHASES}
+    return {phase: _summarize(samples[phase], settings, num_bytes[phase]) for phase in PHASES if phase in samples}
 
 
-def _summarize_phase(samples: Samples, settings: Settings, phase: str, bytes_per_rank: float) -> PhaseSummary:
-    slowest = samples.of(phase).max(axis=0) / 1e3
-    fastest = samples.of(phase).min(axis=0) / 1e3
+def _transfers(phase: str) -> int:
+    """Return how often the payload crosses in a phase; calls that nobody waits for move nothing."""
+    return 0 if phase.endswith("-host") else 2 if phase.startswith("pair") else 1
+
+
+def _summarize(samples: NDArray[np.int64], settings: Settings, num_bytes: float) -> PhaseSummary:
+    slowest = samples.max(axis=0) / 1e3
+    fastest = samples.min(axis=0) / 1e3
     median = float(np.median(slowest))
-    round_medians = [float(np.median(part)) for part in np.split(slowest, np.cumsum(settings.parts())[:-1])]
-    num_bytes = bytes_per_rank * (2 if phase == "pair" else 1)
+    round_medians = [float(np.median(part)) for part in np.array_split(slowest, min(settings.rounds, slowest.size))]
     return PhaseSummary(
         min_us=float(slowest.min()),
         median_us=median,
@@ -40,7 +46,11 @@ def with_ratios(results: list[LibResult]) -> tuple[LibResult, ...]:
 def _phases_with_ratios(result: LibResult, measured: list[LibResult]) -> dict[str, PhaseSummary]:
     phases = {}
     for phase, summary in result.phases.items():
-        others = {other.lib: other.phases[phase].median_us for other in measured if other.lib != result.lib}
+        others = {
+            other.lib: other.phases[phase].median_us
+            for other in measured
+            if other.lib != result.lib and phase in other.phases
+        }
         ratios = {lib: summary.median_us / median for lib, median in others.items() if median}
         phases[phase] = replace(summary, ratio_to=ratios)
     return phases

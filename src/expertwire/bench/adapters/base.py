@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from expertwire.bench.inputs import Observation, first_difference, reference_observations
-from expertwire.bench.schema import Problem, Settings
+from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.groups import Group
 from expertwire.reference import RankInput
+
+
+class Belongings:
+    """What this rank's process makes once and uses for many problems, such as a process group of torch."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+        self._closing = ExitStack()
+
+    def once(self, name: str, make: Callable[[], Any], close: Callable[[Any], object] | None = None) -> Any:
+        """Return what ``make`` returned when the name was first asked for."""
+        if name not in self._made:
+            self._made[name] = made = make()
+            if close is not None:
+                self._closing.callback(close, made)
+        return self._made[name]
+
+    def close(self) -> None:
+        """Close everything, the newest first."""
+        self._made.clear()
+        self._closing.close()
 
 
 @dataclass(frozen=True)
@@ -23,6 +45,7 @@ class RankContext:
         settings: how it is measured.
         own: this rank's input.
         exchange: all-gathers a byte string at set-up, as ``group.all_gather`` does; raises on all ranks if one failed.
+        belongings: what outlives the problem.
     """
 
     group: Group
@@ -30,6 +53,12 @@ class RankContext:
     settings: Settings
     own: RankInput
     exchange: Callable[[bytes], list[bytes]]
+    belongings: Belongings
+
+    @property
+    def device(self) -> str:
+        """Where this rank's arrays lie: ``"cpu"``, or the GPU of this rank."""
+        return f"cuda:{self.group.rank}" if self.settings.device == "cuda" else "cpu"
 
 
 class Adapter(ABC):
@@ -37,15 +66,17 @@ class Adapter(ABC):
 
     An adapter's life: construction, ``dispatch``, ``apply_experts``, ``combine``, ``observe``; then pairs of
     ``dispatch`` and ``combine``, which alone are timed and use the first pair's expert outputs again; ``observe``;
-    ``close``.
+    ``close``. On GPUs the two only launch work on torch's current stream.
 
     Attributes:
         name: what ``--ep-lib`` calls it.
         notes: in one line what is timed, what moves, and what is left out.
+        blocking: why its calls wait for the GPU, so that no graph can be captured; empty if they do not.
     """
 
     name: ClassVar[str]
     notes: ClassVar[str]
+    blocking: ClassVar[str] = ""
 
     @classmethod
     def obstacle(cls, problem: Problem, settings: Settings) -> str:
@@ -82,6 +113,32 @@ class Adapter(ABC):
     def observe(self) -> Observation:
         """Return what the last pair produced on this rank."""
 
+    def forget(self) -> None:  # noqa: B027 (a library whose outputs are new ones has nothing to do)
+        """Spoil the outputs, if they are used again, so that ``observe`` sees nothing but what a later pair writes."""
+
     @abstractmethod
     def close(self) -> None:
         """Release everything; also after a failure."""
+
+
+class Program(ABC):
+    """A library that a program of its own measures, on all ranks, after the others: it cannot take turns with them.
+
+    Attributes:
+        name: what ``--ep-lib`` calls it.
+        notes: in one line what is timed, what moves, and what is left out.
+    """
+
+    name: ClassVar[str]
+    notes: ClassVar[str]
+
+    @classmethod
+    def obstacle(cls, problem: Problem, settings: Settings) -> str:
+        """Return in one line why this program cannot run the problem here and what to do, or an empty string."""
+        del problem, settings
+        return ""
+
+    @classmethod
+    @abstractmethod
+    def measure(cls, problem: Problem, settings: Settings) -> Samples:
+        """Run the program, which checks results itself. Raises Error if it breaks or a result is wrong."""

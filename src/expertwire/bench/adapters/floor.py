@@ -53,9 +53,9 @@ def dispatch_rows(problem: Problem, own: RankInput) -> Bytes:
 
 
 def returned_rows(problem: Problem, sender: int, receiver: int) -> Bytes:
-    """Return the expert outputs that ``sender`` brings back to ``receiver``: uint8 [M, H * 2]."""
+    """Return the expert outputs that ``sender`` brings back to ``receiver``: uint8 [M, H * 2], no word all ones."""
     rng = np.random.default_rng((problem.seed, sender, receiver))
-    return rng.integers(0, 256, (problem.num_tokens, problem.hidden_size * 2), np.uint8)
+    return rng.integers(0, 255, (problem.num_tokens, problem.hidden_size * 2), np.uint8)
 
 
 class Floor(Adapter):

@@ -1,0 +1,144 @@
+"""``expertwire bench --nodes``: the host file and the command line, and ranks that mpirun starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from expertwire import cli
+from expertwire.bench.nodes import Nodes
+from expertwire.errors import BackendError
+from expertwire.groups import Group
+from launching import mpirun, plain_environment
+
+SMALL = ["-e", "8", "-t", "5", "-d", "128", "-k", "3", "-w", "1", "-i", "4"]
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Return the exit status of ``expertwire bench ...`` in this process."""
+    monkeypatch.setattr(sys, "argv", ["expertwire", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def open_mpi() -> str:
+    """Skip without Open MPI and mpi4py; return the folder of the installation."""
+    pytest.importorskip("mpi4py")
+    if "--oversubscribe" not in mpirun(1) or (found := shutil.which("mpirun")) is None:
+        pytest.skip("needs mpirun of Open MPI")
+    return str(Path(found).parent.parent)
+
+
+def test_ranks_are_spread_evenly() -> None:
+    nodes = Nodes(("10.0.0.1", "10.0.0.2"))
+    assert nodes.num_nodes == 2
+    assert nodes.host_file(4) == "10.0.0.1\n10.0.0.1\n10.0.0.2\n10.0.0.2\n"
+
+
+def test_the_command_line_names_what_was_asked_for() -> None:
+    command = Nodes(("10.0.0.1",), "eth0", "/opt/mpi").command(3, Path("hosts"), ["program", "argument"])
+    assert command[0] == "/opt/mpi/bin/mpirun"
+    assert command[-2:] == ["program", "argument"]
+    line = " ".join(command)
+    for part in ("--hostfile hosts -np 3", "--prefix /opt/mpi", "btl_tcp_if_include eth0", "oob_tcp_if_include eth0"):
+        assert part in line
+    assert Nodes(("10.0.0.1",)).command(1, Path("hosts"), [])[0] == "mpirun"
+
+
+REFUSED = {
+    "no address": (["--nodes", " "], "--nodes: must be one or more addresses"),
+    "no such host": (["--nodes", "nosuch.invalid"], "--nodes 'nosuch.invalid': cannot be resolved"),
+    "another host": (["--nodes", "127.0.0.1 192.0.2.77"], "--nodes: 192.0.2.77 is another host"),
+    "no such interface": (["--nodes", "127.0.0.1", "--iface", "nosuch0"], "--iface 'nosuch0': must be among "),
+    "no such MPI": (["--nodes", "127.0.0.1", "--mpi-prefix", "nosuch"], "--mpi-prefix nosuch: there is no bin/mpirun"),
+    "threads": (["--nodes", "127.0.0.1", "--threads"], "--nodes: ranks over MPI are processes, not --threads"),
+    "an interface alone": (["--iface", "lo"], "--iface lo: is for ranks over MPI, and needs --nodes"),
+    "a prefix alone": (["--mpi-prefix", "/usr"], "--mpi-prefix /usr: is for ranks over MPI, and needs --nodes"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_used_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert run_cli(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+def test_dry_run_shows_hosts_and_command_even_of_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ["--nodes", "192.0.2.77 192.0.2.78", "--nproc-per-node", "4", "--iface", "lo"]
+    assert run_cli(monkeypatch, *nodes, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert f"hosts: {'192.0.2.77 ' * 4}{'192.0.2.78 ' * 4}".strip() in printed
+    assert "mpirun --hostfile hosts -np 8" in printed
+    assert "R 8" in printed
+
+
+def break_on_the_last_rank(group: Group) -> None:
+    if group.rank == group.size - 1:
+        raise ValueError("out of\nluck")
+    group.barrier()
+
+
+def test_what_a_rank_raises_is_told(open_mpi: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with pytest.raises(BackendError, match="rank 1: ValueError: out of luck"):
+        Nodes(("127.0.0.1",), mpi_prefix=open_mpi).run(2, break_on_the_last_rank)
+
+
+SLEEPS = """
+import os, sys, time
+from expertwire.bench.nodes import Nodes
+
+def sleep(group, path):
+    with open(f"{path}.{group.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    import sleeps
+    Nodes(("127.0.0.1",), mpi_prefix=sys.argv[1]).run(2, sleeps.sleep, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_the_caller(open_mpi: str, tmp_path: Path, how: signal.Signals) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS, encoding="utf-8")
+    environment = plain_environment(PYTHONPATH=tmp_path)
+    command = [sys.executable, tmp_path / "sleeps.py", open_mpi, tmp_path / "rank"]
+    pids = [tmp_path / "rank.0", tmp_path / "rank.1"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as caller:
+        until(lambda: all(path.exists() and path.read_text() for path in pids))
+        caller.send_signal(how)
+    until(lambda: not any(Path(f"/proc/{path.read_text()}").exists() for path in pids))
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_benchmark_over_mpi_from_end_to_end(open_mpi: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert open_mpi
+    path = tmp_path / "out.json"
+    nodes = ["--nodes", "127.0.0.1 127.0.0.1", "--ranks", "1", "--iface", "lo"]
+    assert run_cli(monkeypatch, *nodes, *SMALL, "--json", str(path)) == 0
+    (run,) = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    assert run["problem"]["num_ranks"] == 2
+    assert [(result["lib"], result["status"]) for result in run["results"]] == [("expertwire", "ok"), ("floor", "ok")]
