@@ -1,1 +1,1 @@
-"""One file for each array framework: where its arrays lie in memory, and how its arrays are made over given memory."""
+"""Array frameworks: where their arrays lie in memory, how arrays are made over given memory, and torch's operators."""

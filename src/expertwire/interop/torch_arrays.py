@@ -1,4 +1,4 @@
-"""torch tensors, on the CPU and on CUDA. The only module of the package, the torch group aside, that imports torch."""
+"""torch tensors, on the CPU and on CUDA, as arrays of a communicator. Operators of torch: ``interop/torch.py``."""
 
 from __future__ import annotations
 
