@@ -47,16 +47,16 @@ CPP_DIRECTIONS = {
     "cuda": {"public", "base", "contract", "shared"},
     "registry": {"public", "base", "contract", "cpu", "cuda"},
     "bindings": {"public", "base", "core"},
-    "bench": {"public"},
+    "bench": {"public", "base", "cuda"},
     "examples": {"public"},
-    "tests": {"public", "base", "contract", "shared", "core", "cpu", "cuda"},
+    "tests": {"public", "base", "contract", "shared", "core", "cpu", "cuda", "bench"},
     "device": {"shared"},
     "kernels": {"shared", "device"},
 }
 
 # System headers that only one place may name: pattern -> path prefixes.
 CPP_SYSTEM_HEADERS = {
-    r"cuda|nvrtc|nvml|nccl": (),
+    r"cuda|nvrtc|nvml|nccl": ("cpp/examples/",),
     r"torch/|ATen/|c10/": (),
     r"Python\.h|nanobind/": ("cpp/bindings/",),
     r"mpi\.h": ("cpp/include/expertwire/mpi_bootstrap.hpp",),
@@ -70,11 +70,16 @@ CPP_WORDS = {
     r"\b(secure_)?getenv\s*\(|\benviron\b": ("cpp/base/env.cc",),
     r"\b(setenv|unsetenv|putenv)\s*\(": ("cpp/tests/",),
     r"\bdlopen\s*\(": ("cpp/backend/cuda/driver.cc",),
-    r"\bofstream\b|\bfopen\s*\(": ("cpp/backend/cuda/jit.cc", "cpp/bench/", "cpp/tests/"),
+    r"\bofstream\b|\bfopen\s*\(": ("cpp/backend/cuda/jit.cc", "cpp/bench/", "cpp/tests/", "cpp/examples/"),
     r"\b(abort|_?exit|quick_exit|_Exit|terminate)\s*\(": ("cpp/tests/", "cpp/bench/", "cpp/examples/"),
     r"\b(system|popen)\s*\(": (),
     r"^\s*#\s*define\b": ("src/expertwire/kernels/shared/platform.cuh",),
-    r"\b(cudaMalloc|cudaStream|CUstream|at::|torch::|PyObject|nb::)": ("cpp/bindings/", "cpp/backend/cuda/"),
+    r"\b(cudaMalloc|cudaStream|CUstream|at::|torch::|PyObject|nb::)": (
+        "cpp/bindings/",
+        "cpp/backend/cuda/",
+        "cpp/bench/",
+        "cpp/examples/",
+    ),
 }
 
 # Rooms of the Python package by first component of the module path; what is not listed belongs to the API.
@@ -109,7 +114,7 @@ PYTHON_OPTIONAL = {
     "cupy": ("src/expertwire/interop/",),
     "mpi4py": (),
     "matplotlib": (),
-    "typer": ("src/expertwire/cli.py", "src/expertwire/bench/command.py", "src/expertwire/run/command.py"),
+    "typer": ("src/expertwire/cli.py", "src/expertwire/bench/", "src/expertwire/run/command.py"),
 }
 # The one reader, and the main job, which sets the number of BLAS threads for processes it starts.
 PYTHON_ENVIRONMENT = ("src/expertwire/env.py", "src/expertwire/run/job.py")
@@ -140,7 +145,7 @@ def read(*folders: Path, suffixes: set[str]) -> list[Source]:
 
 CPP_SOURCES = read(CPP, KERNELS, suffixes={".cc", ".hpp", ".cuh"})
 PACKAGE_SOURCES = read(PACKAGE, suffixes={".py"})
-PYTHON_SOURCES = PACKAGE_SOURCES + read(ROOT / "tests", ROOT / "benchmarks", suffixes={".py"})
+PYTHON_SOURCES = PACKAGE_SOURCES + read(ROOT / "tests", ROOT / "benchmarks", ROOT / "examples", suffixes={".py"})
 
 
 def cpp_room(name: str) -> str:
