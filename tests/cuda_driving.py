@@ -7,7 +7,9 @@ first launch may wait for the whole device: arrays are copied, and the experts a
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -185,8 +187,16 @@ def run_virtual(fn: Callable[..., Any], places: Sequence[Place], *args: Any) -> 
         with living_at(place):
             return fn(group, place, *args)
 
-    with ThreadPoolExecutor(len(places)) as pool:
-        futures = [pool.submit(rank_of, *one) for one in zip(ew.local_group(len(places)), places, strict=True)]
+    gc.collect()  # now: what a failed test has left frees memory, which waits for the device
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(len(places)) as pool:
+            futures = [pool.submit(rank_of, *one) for one in zip(ew.local_group(len(places)), places, strict=True)]
+    finally:
+        gc.enable()
+    for rank, future in enumerate(futures):
+        if error := future.exception():
+            print(f"rank {rank}: {error!r}", file=sys.stderr)  # only the first is raised
     return [future.result() for future in futures]
 
 

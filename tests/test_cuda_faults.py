@@ -119,7 +119,8 @@ def _capture(calls: Callable[[], object], barrier: threading.Barrier, lock: thre
     barrier.wait()
     with lock, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         calls()
-    reserve_memory()  # torch has given back what it had
+    barrier.wait()  # each capture has torch give back what all streams had
+    reserve_memory()
     barrier.wait()
     return graph
 

@@ -117,7 +117,8 @@ class Pair:
         stream = torch.cuda.current_stream()
         with lock, torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             calls()
-        reserve_memory()  # torch has given back what it had
+        barrier.wait()  # each capture has torch give back what all streams had
+        reserve_memory()
         barrier.wait()
 
     def check(self, step: Step, what: str) -> None:

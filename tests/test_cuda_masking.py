@@ -63,6 +63,7 @@ def _go_on(group: ew.Group, place: Place, case: Case, plan: dict[str, Any]) -> A
             assert plan["over"].wait(60)
             told = _come_too_late(comm, given, dispatched)
             plan["came"].set()
+            plan["end"].wait()  # closing waits for the device, where the others still are
             return told
         plan["step"].wait()
         for step in range(1, NUM_AFTER + 1):
@@ -79,6 +80,7 @@ def _go_on(group: ew.Group, place: Place, case: Case, plan: dict[str, Any]) -> A
         stats = comm.stats()
         assert stats.timeouts <= 1
         assert stats.source_wait_seconds[VICTIM] >= (0.5 * TIMEOUT_S if plan["misses"] == "dispatch" else 0.0)
+        plan["end"].wait()
         return received, stats.timeouts
 
 
@@ -92,6 +94,7 @@ def test_the_others_go_on_and_the_late_rank_is_told(way: tuple, misses: str) -> 
         "half": threading.Barrier(3, timeout=60),
         "over": threading.Event(),
         "came": threading.Event(),
+        "end": threading.Barrier(4, timeout=60),
     }
     results = run_virtual(_go_on, share(4), case, plan)
     assert results[VICTIM] == (VICTIM,)

@@ -73,7 +73,7 @@ xfail_strict = true
 markers = timeout: seconds that the test may take
 INI
 pytest=("$PYTHON" -m pytest -c "$work/pytest.ini" --rootdir "$PWD")
-mapfile -t files < <(grep -l 'mark\.\(multi_\)\?gpu' tests/test_*.py)
+files=(tests/test_cuda*.py)
 mapfile -t rest < <(printf '%s\n' "${files[@]}" | grep -v -e test_cuda.py -e test_cuda_graphs -e test_cuda_losses)
 num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 
@@ -110,7 +110,7 @@ if [[ -n $sanitizer ]]; then
   done
 else
   say "which kernels the tests need"
-  "${pytest[@]}" -m "gpu or multi_gpu" -k "not process" --list-kernels="$work/wanted" \
+  timeout 60 "${pytest[@]}" -m "gpu or multi_gpu" -k "not process" --list-kernels="$work/wanted" \
     --deselect=tests/test_cuda_arrays.py "${files[@]}" "$@" >"$out/kernels.log" 2>&1 || true
   tail -n 3 "$out/kernels.log"
   say "compiling them, by $JOBS processes"
@@ -134,6 +134,7 @@ else
     CUDA_VISIBLE_DEVICES=1 others "$@" &
     wait "$first" $!
     run devices 120 "${pytest[@]}" -m multi_gpu "${files[@]}" "$@"
+    run bench 100 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
   else
     shapes "$@"
     others "$@"

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -25,18 +26,25 @@ namespace {
 class GuardedRuntime {
  public:
   GuardedRuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config)
-      : runtime_(std::move(bootstrap), config) {}
+      : runtime_(std::in_place, std::move(bootstrap), config) {}
+  // Waits for its own work on the device, as its memory's release may: other threads' ranks must be able to go on.
+  ~GuardedRuntime() {
+    const ReleasedGil released;
+    runtime_.reset();
+  }
+  GuardedRuntime(const GuardedRuntime&) = delete;
+  GuardedRuntime& operator=(const GuardedRuntime&) = delete;
 
   // Runs function(runtime), refusing a second thread meanwhile.
   template <typename Function>
   auto enter(Function&& function) {
     if (busy_.test_and_set(std::memory_order_acquire)) refuse_second_thread();
     const Leave leave{busy_};
-    return function(runtime_);
+    return function(*runtime_);
   }
 
   // Accessors that are const and noexcept in MoERuntime and need no guard.
-  const MoERuntime& facts() const { return runtime_; }
+  const MoERuntime& facts() const { return *runtime_; }
 
  private:
   struct Leave {
@@ -50,7 +58,7 @@ class GuardedRuntime {
     throw nb::python_error();
   }
 
-  MoERuntime runtime_;
+  std::optional<MoERuntime> runtime_;
   std::atomic_flag busy_;
 };
 
@@ -192,7 +200,12 @@ void bind_runtime(nb::module_& m) {
            "Where a lane buffer lies, in the memory of the runtime's device; 0 if the configuration has none.")
       .def("memory_bytes", [](const GuardedRuntime& self) { return self.facts().memory_bytes(); })
       .def("stats",
-           [](GuardedRuntime& self) { return self.enter([](MoERuntime& runtime) { return runtime.stats(); }); })
+           [](GuardedRuntime& self) {
+             return self.enter([](MoERuntime& runtime) {
+               const ReleasedGil released;
+               return runtime.stats();
+             });
+           })
       .def("lost_ranks",
            [](GuardedRuntime& self) { return self.enter([](MoERuntime& runtime) { return runtime.lost_ranks(); }); })
       .def("check", [](GuardedRuntime& self) { self.enter([](MoERuntime& runtime) { runtime.check(); }); })
