@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,6 +153,19 @@ def reserve_memory() -> None:
     megabyte = 1 << 20  # up to it, torch takes memory from a pool of its own
     taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (64 * megabyte, *(16 * [megabyte]))]
     del taken  # kept by torch
+
+
+def capture(calls: Callable[[], object], barrier: threading.Barrier, lock: threading.Lock) -> Any:
+    """Return a graph, captured while nothing runs on any rank, one rank at a time: torch waits for the device first."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream.synchronize()
+    barrier.wait()
+    with lock, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        calls()
+    barrier.wait()  # each capture has torch give back what all streams had
+    reserve_memory()
+    barrier.wait()
+    return graph
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from cases import Case, way_name
 from cuda_driving import (
     EVERY_WAY,
     Place,
+    capture,
     communicator,
     dispatch,
     exchange,
-    reserve_memory,
     run_virtual,
     share,
     to_device,
@@ -112,19 +112,6 @@ def test_without_validate_wrong_ids_are_dropped_in_silence(way: tuple) -> None:
     assert [told for _, told in of_ranks] == ["", "", ""]
 
 
-def _capture(calls: Callable[[], object], barrier: threading.Barrier, lock: threading.Lock) -> Any:
-    """Capture while nothing runs on any rank, one rank at a time: torch waits for the device before a capture."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    stream.synchronize()
-    barrier.wait()
-    with lock, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        calls()
-    barrier.wait()  # each capture has torch give back what all streams had
-    reserve_memory()
-    barrier.wait()
-    return graph
-
-
 def _replay_too_late(
     group: ew.Group, place: Place, case: Case, barrier: threading.Barrier, lock: threading.Lock, late: Sequence[int]
 ) -> tuple[str, np.ndarray, list[Received]]:
@@ -134,7 +121,7 @@ def _replay_too_late(
         given, other = case.inputs(0, most)[comm.rank], case.inputs(1)[comm.rank]
         out, handle = dispatch(comm, given)
         combined = torch.empty((most[0], case.hidden_size), dtype=torch.bfloat16, device=place.device)
-        graph = _capture(lambda: comm.combine(out.combine_input_buffer, handle, out=combined), barrier, lock)
+        graph = capture(lambda: comm.combine(out.combine_input_buffer, handle, out=combined), barrier, lock)
         graph.replay()
         out, handle = dispatch(comm, other)
         received = copy_output(out, to_host)

@@ -18,9 +18,9 @@ from cuda_driving import (
     EVERY_PAYLOAD,
     EVERY_WAY,
     Place,
+    capture,
     communicator,
     exchange,
-    reserve_memory,
     run_virtual,
     share,
     to_device,
@@ -95,7 +95,7 @@ class Pair:
         self.answer = None if step.answers is None else to_device(step.answers[comm.rank], self.device)
         self.combined = torch.empty_like(to_device(step.combined[comm.rank], self.device))
         self.outputs: list[ew.DispatchOutput] = []
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph: Any = None
 
     def set(self, step: Step) -> None:
         given = step.inputs[self.comm.rank]
@@ -112,14 +112,7 @@ class Pair:
 
     def capture(self, calls: Callable[[], object], barrier: threading.Barrier, lock: threading.Lock) -> None:
         """Capture while nothing runs on any rank, one rank at a time: torch waits for the device before a capture."""
-        torch.cuda.current_stream().synchronize()
-        barrier.wait()
-        stream = torch.cuda.current_stream()
-        with lock, torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            calls()
-        barrier.wait()  # each capture has torch give back what all streams had
-        reserve_memory()
-        barrier.wait()
+        self.graph = capture(calls, barrier, lock)
 
     def check(self, step: Step, what: str) -> None:
         rank = self.comm.rank

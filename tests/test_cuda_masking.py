@@ -13,7 +13,18 @@ import pytest
 import expertwire as ew
 from cases import RANK_MAJOR, WAYS, Case, way_name
 from crew import Me, crew, die
-from cuda_driving import EVERY_WAY, Place, communicator, dispatch, exchange, living_at, run_virtual, share, to_device
+from cuda_driving import (
+    EVERY_WAY,
+    Place,
+    capture,
+    communicator,
+    dispatch,
+    exchange,
+    living_at,
+    run_virtual,
+    share,
+    to_device,
+)
 from driving import Received, assert_received, expected
 from expertwire import reference
 from losses import BASE, OTHERS, TOUR, VICTIM
@@ -118,12 +129,7 @@ def _replay_on(group: ew.Group, place: Place, case: Case, barrier: Any, lock: An
             comm.combine(out.tokens, handle, out=combined)
 
         pair()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        stream.synchronize()
-        barrier.wait()
-        with lock, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            pair()
-        barrier.wait()
+        graph, stream = capture(pair, barrier, lock), torch.cuda.current_stream()
         graph.replay()
         stream.synchronize()
         for _ in range(0 if comm.rank == VICTIM else 5):

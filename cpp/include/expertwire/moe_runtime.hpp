@@ -65,8 +65,8 @@ struct LatencyCombineRequest {
   const void* expert_output = nullptr;
   /// What the dispatch returned whose rows these are.
   DispatchHandle handle;
-  /// [T, K], EXPERT_MAJOR only: used instead of the weights given at dispatch. On CUDA with RANK_LOCAL_REDUCE only if
-  /// dispatch was given none. Ranks need not agree on whether they give them.
+  /// [T, K], EXPERT_MAJOR only: used instead of the weights given at dispatch. Ranks need not agree on whether they give
+  /// them; on CUDA with RANK_LOCAL_REDUCE it is slow if only some do and dispatch was given weights.
   const float* weights = nullptr;
   /// [T, H] BF16; zeros for a token that selected nothing. May be null if num_tokens is 0. Must not overlap the inputs.
   void* out = nullptr;

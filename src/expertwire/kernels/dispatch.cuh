@@ -2,9 +2,10 @@
 //
 //   route    the block marks which tokens chose which rank and (EXPERT_MAJOR) which expert, in shared memory. Positions are
 //            counts of bits: the same whatever the timing, and no block needs another.
-//   send     a warp takes a piece of a token and stores it to every rank that wants it; in RANK_MAJOR its own rank's copy
-//            goes straight to its place. The piece with the row's start also sends tags and weights.
-//   receive  a warp takes a piece of a row of any source, waits for it, stores it to its rows, and puts the sentinel back.
+//   send     a warp takes a part of a token, a piece of its payload or its facts (tags and weights), and stores it to every
+//            rank that wants it; in RANK_MAJOR its own rank's copy goes straight to its place.
+//   receive  a warp takes a part of a row of any source, waits for it, stores it to its rows, and puts the sentinel back.
+//   packets  one more warp of the last block tells all ranks that this one is here, and waits until all have told it.
 #pragma once
 
 #include "device/dispatch_masking.cuh"
