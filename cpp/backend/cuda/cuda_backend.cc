@@ -80,7 +80,8 @@ LoadedKernel::LoadedKernel(int device, const KernelImage& image, const Variant& 
     : num_threads_(variant.block_threads()) {
   const Driver& cuda = driver();
   const std::string entry = std::string(name(variant.kernel)) + "_kernel";
-  cuda::check(cuda.cuModuleGetFunction(&function_, loaded_module(device, image.cubin), entry.c_str()), "cuModuleGetFunction");
+  cuda::check(cuda.cuModuleGetFunction(&function_, loaded_module(device, image.cubin), entry.c_str()),
+              "cuModuleGetFunction");
   // Setting or asking an attribute loads a function, also where loading is lazy: no launch waits for another rank's.
   cuda::check(cuda.cuFuncSetAttribute(function_, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                       static_cast<int>(shared_bytes)),

@@ -74,7 +74,7 @@ class CudaBackend final : public Backend {
   std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
   std::optional<HostReport> report_;
   CUstream own_stream_ = nullptr;  // for set-up and stats()
-  CUevent last_work_ = nullptr;  // recorded when another stream, or nothing, is to follow
+  CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow
   std::optional<CUstream> last_stream_;
   std::vector<Lane> lanes_;
   RuntimeStats stats_;

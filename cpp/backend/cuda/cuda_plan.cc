@@ -21,7 +21,8 @@ void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& 
   // These take more registers; for other architectures than sm_90 the compiler does, too.
   const bool wide = problem.num_ranks > 2 || facts.major != 9, mask = problem.shape.mask;
   const int num_small = mask ? 1 : wide ? 2 : 3;
-  plan.dispatch = {{Kernel::DISPATCH, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kMarkBatch", 1}, {"kSenders", 0}}}};
+  plan.dispatch = {
+      {Kernel::DISPATCH, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kMarkBatch", 1}, {"kSenders", 0}}}};
   plan.combine = {{Kernel::COMBINE, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kGather", 4}}}};
   if (!many_tokens_occur) return;
   const bool half = rank_major || mask;  // of the threads that fit

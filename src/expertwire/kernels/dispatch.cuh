@@ -48,7 +48,7 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
   sync_workers();
   if (blockIdx.x == 0) send_counts(c);
   OwnPart own;
-  i32 kept = sending.has_this ? sending.warp : keeping.warp;
+  i32 kept = first_part(c.p);
   if (!sending.has_this && kept < items) own = make_part(c, kept % kParts, loaded);
 #pragma unroll 1
   for (i32 item = kept; sending.has_this && item < items; item += sending.num_warps) {
@@ -76,7 +76,8 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
     }
     if (has_first) received = load_received(c, first);
 #pragma unroll 1
-    for (i32 item = keeping.warp; !config::kRankMajor && keeping.has_this && item < items; item += keeping.num_warps) {
+    for (i32 item = kept; !config::kRankMajor && keeping.has_this && item >= 0 && item < items;
+         item -= keeping.num_warps) {
       if (item != kept) own = make_part(c, item % kParts, load_part(c.p, item / kParts, item % kParts));
       place_own(c, item, own);
     }
@@ -106,8 +107,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   Loaded loaded;
   if (is_worker()) {  // in flight while the block routes
     mark_loads = load_marks(p, static_cast<i32>(threadIdx.x));
-    const Crew sending = senders();
-    const i32 first = sending.has_this ? sending.warp : keepers().warp;
+    const i32 first = first_part(p);
     if (first < p.num_tokens * kParts) loaded = load_part(p, first / kParts, first % kParts);
   }
   const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};

@@ -26,6 +26,14 @@ __device__ inline Crew crew_of(bool sends) {
 __device__ inline Crew senders() { return crew_of(true); }
 __device__ inline Crew keepers() { return crew_of(false); }
 
+// The part of an own token that a warp takes first: of those that it only places, the last.
+__device__ inline i32 first_part(const DispatchKernelParams& p) {
+  const Crew sending = senders(), keeping = keepers();
+  if (sending.has_this) return sending.warp;
+  const i32 more = (p.num_tokens * kParts - 1 - keeping.warp) / keeping.num_warps;
+  return keeping.warp + (more > 0 ? more * keeping.num_warps : 0);
+}
+
 struct Place {
   i32 before;
   bool has;
