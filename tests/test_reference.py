@@ -266,6 +266,16 @@ def test_quantize_equals_exact_rounding(name: str) -> None:
 # Brute force over the case table
 
 
+def _with_physical_ids(case: Case, inputs: list[RankInput]) -> list[RankInput]:
+    """Return the inputs as they are without the placement, whose tables test_placement.py looks at."""
+    if case.placement is None:
+        return inputs
+    return [
+        replace(given, topk_ids=reference.chosen_experts(case.config, given.topk_ids, rank, case.num_ranks))
+        for rank, given in enumerate(inputs)
+    ]
+
+
 SMALL = [case for case in ALL_CASES if case.hidden_size * case.num_experts <= 1152 * 64]
 
 
@@ -278,7 +288,9 @@ def test_dispatch_equals_brute_force(case: Case) -> None:
         pairs = [reference.quantize(x, case.quant) for x in payloads]
         payloads, scales = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     counts = case.experts_per_rank or [case.num_experts // case.num_ranks] * case.num_ranks
-    for rank, out in enumerate(reference.dispatch(config, inputs)):
+    received = reference.dispatch(config, inputs)
+    inputs = _with_physical_ids(case, inputs)
+    for rank, out in enumerate(received):
         local = [sum(counts[:rank]) + index for index in range(counts[rank])]
         groups = [[expert] for expert in local] if case.layout is EXPERT_MAJOR else [local]
         for index, group in enumerate(groups):
@@ -308,7 +320,8 @@ def test_dispatch_equals_brute_force(case: Case) -> None:
 def test_combine_is_near_the_exact_sum(case: Case) -> None:
     """y = sum of w * gain(e) * x in float64, within what rounding to BF16 allows: answer, partial and sum."""
     inputs, new_weights = case.inputs(), case.replaced_weights() or [None] * case.num_ranks
-    for given, new, received in zip(inputs, new_weights, expected(case.config, inputs, new_weights), strict=True):
+    results = expected(case.config, inputs, new_weights)
+    for given, new, received in zip(_with_physical_ids(case, inputs), new_weights, results, strict=True):
         x = _arrived(case, given)
         weights = next((w for w in (new, given.weights) if w is not None), np.ones(given.topk_ids.shape))
         chosen = (given.topk_ids >= 0) & (given.topk_ids < case.num_experts)

@@ -49,6 +49,7 @@ void bind_config(nb::module_& m) {
       .def_rw("num_topk", &RuntimeConfig::num_topk)
       .def_rw("max_tokens_per_rank", &RuntimeConfig::max_tokens_per_rank)
       .def_rw("experts_per_rank", &RuntimeConfig::experts_per_rank)
+      .def_rw("placement", &RuntimeConfig::placement)
       .def_rw("mode", &RuntimeConfig::mode)
       .def_rw("output_layout", &RuntimeConfig::output_layout)
       .def_rw("combine_mode", &RuntimeConfig::combine_mode)

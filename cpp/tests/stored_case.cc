@@ -51,6 +51,8 @@ void read_field(StoredCase& stored, const std::string& key, std::istringstream& 
   std::string word;
   if (key == "experts_per_rank") {
     for (int count = 0; words >> count;) config.experts_per_rank.push_back(count);
+  } else if (key == "placement") {
+    for (int expert = 0; words >> expert;) config.placement.push_back(expert);
   } else if (key == "quant") {
     config.quant = read_quant(words);
   } else if (key == "round_scale_pow2") {

@@ -141,6 +141,30 @@ void largest_sizes() {
   check(static_cast<double>(largest.memory.outputs) >= bytes, "output bytes wrapped around");
 }
 
+void logical_experts() {
+  check_refusals({
+      {[](auto& c) { c.placement = {0, 1, 2}; }, "placement has 3 entries: must be one logical expert, or -1 for none"},
+      {[](auto& c) { c.placement = {0, 1, 2, 3, 4, 5, 6, 8}; }, "placement[7] = 8: must be one logical expert"},
+      {[](auto& c) { c.placement = {0, 1, 2, -2, 4, 5, 6, 7}; }, "placement[3] = -2"},
+      {[](auto& c) { c.placement = {0, 1, 2, 2, 4, 5, 6, 7}; }, "holds logical expert 7 but not 3"},
+      {[](auto& c) { c.placement.assign(8, -1); }, "placement holds no expert"},
+      {[](auto& c) { c.placement.assign(8, 0); },
+       "num_topk = 2: must be between 1 and the logical experts of placement"},
+  });
+  RuntimeConfig config = valid();
+  config.experts_per_rank = {3, 0, 4, 1};
+  config.placement = {0, 0, 1, 2, -1, 1, 2, 2};
+  const std::vector<std::vector<i32>> wanted = {{0, 2, 3}, {0, 2, 6}, {1, 5, 3}, {0, 5, 7}};
+  for (int rank = 0; rank < kNumRanks; ++rank) {
+    const Problem problem = make_problem(config, rank, kNumRanks);
+    check_equal(problem.num_logical_experts, 3);
+    check(problem.physical_of_logical == wanted[static_cast<std::size_t>(rank)],
+          "rank " + std::to_string(rank) + " chooses other copies");
+  }
+  check_equal(make_problem(valid(), 0, kNumRanks).num_logical_experts, 8);
+  check(make_problem(valid(), 0, kNumRanks).physical_of_logical.empty(), "a table without a placement");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -149,5 +173,6 @@ int main(int argc, char** argv) {
                     {"numbers_that_name_nothing", numbers_that_name_nothing},
                     {"formats", formats},
                     {"placement", placement},
+                    {"logical_experts", logical_experts},
                     {"largest_sizes", largest_sizes}});
 }

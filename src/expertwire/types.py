@@ -101,11 +101,14 @@ class MoECommunicatorConfig:
     """Everything that describes a communicator but its group. Equal on all ranks, else construction fails.
 
     Attributes:
-        num_experts: E, global experts.
+        num_experts: E, global experts; with a placement the physical ones.
         hidden_size: H, elements of a row; a multiple of 8 (BF16) or 128 (FP8_E4M3).
         num_topk: K, experts a token chooses; at most ``min(E, 32)``.
         max_tokens_per_rank: M, most tokens one rank brings to one call.
         experts_per_rank: experts of each rank in order, zero allowed; ``None`` splits E evenly over R.
+        placement: ``None``: ``topk_ids`` choose among the E experts. Else [E], the logical expert that each of the E
+            physical ones holds, or -1 for none: ``topk_ids`` choose logical experts, 0 to G - 1, each of which is
+            held at least once. ``update_placement`` replaces it (``docs/placement.md``).
         mode: only ``LATENCY`` is implemented.
         output_layout: ``EXPERT_MAJOR`` or ``RANK_MAJOR``.
         combine_mode: see :class:`CombineMode`.
@@ -125,6 +128,7 @@ class MoECommunicatorConfig:
     num_topk: int
     max_tokens_per_rank: int
     experts_per_rank: tuple[int, ...] | None = None
+    placement: tuple[int, ...] | None = None
     mode: MoEMode = MoEMode.LATENCY
     output_layout: DispatchLayout = DispatchLayout.EXPERT_MAJOR
     combine_mode: CombineMode = CombineMode.RANK_LOCAL_REDUCE
@@ -164,7 +168,8 @@ class DispatchOutput:
             unspecified.
         quant: ``None`` for BF16; else the format with ``block_scales`` in the order of the tokens.
         layout: counts.
-        topk_ids: RANK_MAJOR: int32 [R*M, K] global ids of local experts, ``invalid_token_expert_id`` elsewhere.
+        topk_ids: RANK_MAJOR: int32 [R*M, K] global ids of local (with a placement: physical) experts,
+            ``invalid_token_expert_id`` elsewhere.
         weights: RANK_MAJOR: float32 [R*M, K], 0 elsewhere.
         source_token: EXPERT_MAJOR: int32 [L, R*M]; source rank * M + token index.
         combine_input_buffer: BF16 buffer with the shape ``combine`` takes; using it is optional.
@@ -189,7 +194,8 @@ class MoEStats:
         bytes_sent: rows and scales that left this rank for other ranks.
         bytes_received: the same, from other ranks.
         timeouts: waits that ended without the awaited rank.
-        expert_tokens: [L]; rows received for each local expert.
+        expert_tokens: [L]; rows received for each local (physical) expert, since the communicator was made: what a
+            load balancer reads (``docs/placement.md``).
         source_wait_seconds: [R]; seconds spent waiting for each rank; on CUDA with ``on_peer_loss="mask"`` only.
     """
 

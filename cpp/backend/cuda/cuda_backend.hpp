@@ -32,6 +32,12 @@ class KernelModule {
   int num_threads_ = 0;
 };
 
+struct CommonWords {  // of all lanes, in memory of the GPU
+  u32 abort;
+  LossState losses;
+  // Behind it, with a placement: Problem::physical_of_logical.
+};
+
 // Device memory of this rank alone.
 class DeviceMemory {
  public:
@@ -58,6 +64,8 @@ class CudaBackend final : public Backend {
   std::vector<int> lost_ranks() const override;
   bool is_available() const noexcept override { return !report_->has_loss(); }
   void check() override;
+  void check_update(void* stream) override;
+  void update_placement(std::vector<i32> physical_of_logical, void* stream) override;
   void close() noexcept override {}
 
  private:
@@ -73,6 +81,8 @@ class CudaBackend final : public Backend {
   void load_kernels();
   void make_lanes();
   void fill_memory();
+  void write_placement(CUstream stream);
+  const i32* placement_table() const;
   void launch_nothing();
   void follow(CUstream stream);
   void launch(const KernelModule& kernel, const DispatchKernelParams& params, CUstream stream);

@@ -111,6 +111,8 @@ std::string program_source(const Problem& problem, const Variant& variant) {
   };
   number("kHiddenSize", shape.hidden_size);
   number("kNumExperts", shape.num_experts);
+  number("kNumLogicalExperts", problem.num_logical_experts);
+  flag("kPlaced", !problem.physical_of_logical.empty());
   number("kNumTopk", shape.num_topk);
   number("kNumRanks", shape.num_ranks);
   number("kMaxTokens", shape.max_tokens_per_rank);

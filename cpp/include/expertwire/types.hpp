@@ -85,6 +85,11 @@ struct RuntimeConfig {
   /// Experts of each rank, contiguous by rank. Empty: E / R each, if R divides E. Otherwise R counts >= 0 that sum to
   /// E.
   std::vector<int> experts_per_rank;
+  /// Empty: tokens choose physical experts, of which E are spread over the ranks. Else [E]: the logical expert that each
+  /// physical one holds, or -1 for none. Tokens then choose logical experts, 0 to G - 1, each of which is held at least
+  /// once; physical experts are what outputs and counts speak of. MoERuntime::update_placement() replaces it, and
+  /// docs/placement.md says which of several copies a rank sends its tokens to. G is at least num_topk.
+  std::vector<int> placement;
   MoEMode mode = MoEMode::LATENCY;
   DispatchLayout output_layout = DispatchLayout::EXPERT_MAJOR;
   CombineMode combine_mode = CombineMode::RANK_LOCAL_REDUCE;
@@ -117,8 +122,9 @@ struct LaneBuffers {
   std::int32_t* num_tokens_per_rank = nullptr;    ///< RANK_MAJOR [R]: valid rows of each source rank
   std::int32_t* rank_ranges = nullptr;            ///< EXPERT_MAJOR [L, R, 2]: first row and row count by source rank
   std::int32_t* source_token = nullptr;           ///< EXPERT_MAJOR [L, R*M]: source rank * M + token index there
-  std::int32_t* topk_ids = nullptr;  ///< RANK_MAJOR [R*M, K]: global ids of local experts, else invalid_token_expert_id
-  float* weights = nullptr;          ///< RANK_MAJOR [R*M, K]: their weights, else 0
+  /// RANK_MAJOR [R*M, K]: global ids of (physical) local experts, else invalid_token_expert_id
+  std::int32_t* topk_ids = nullptr;
+  float* weights = nullptr;  ///< RANK_MAJOR [R*M, K]: their weights, else 0
   /// A place for expert outputs, BF16: the shape of `tokens`, or [R*M, K, H] for RANK_MAJOR with DIRECT_SEND. Any other
   /// array of that shape serves combine as well.
   void* combine_input = nullptr;
@@ -138,7 +144,7 @@ struct RuntimeStats {
   std::uint64_t bytes_sent = 0;  ///< rows and scales that left this rank for other ranks
   std::uint64_t bytes_received = 0;
   std::uint64_t timeouts = 0;
-  std::vector<std::uint64_t> expert_tokens;  ///< [L] rows received for each local expert
+  std::vector<std::uint64_t> expert_tokens;  ///< [L] rows received for each local (physical) expert
   std::vector<double> source_wait_seconds;   ///< [R] time spent waiting for each rank
 };
 

@@ -1,7 +1,7 @@
 // Words on the wire: which constants a kernel was compiled for, sentinels, bounded polls, and the walk over work.
 //
 // `config` is made by the host for one communicator:
-//   kHiddenSize kNumExperts kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight kFirstExpert[kNumRanks + 1]
+//   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight kFirstExpert[kNumRanks + 1]
 //   kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kColumnScales kInvalidId
 //   kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch, of combine kGather
 #pragma once
