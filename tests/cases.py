@@ -217,6 +217,10 @@ QUANTS = {
     "ue8m0-column": QuantConfig(
         DispatchDataType.FP8_E4M3, scale_format=ScaleFormat.UE8M0, scale_layout=ScaleLayout.COLUMN
     ),
+    "mxfp8": QuantConfig(DispatchDataType.MXFP8, scale_format=ScaleFormat.UE8M0),
+    "mxfp8-column": QuantConfig(
+        DispatchDataType.MXFP8, scale_format=ScaleFormat.UE8M0, scale_layout=ScaleLayout.COLUMN
+    ),
 }
 #: (H, E, K) of models in use.
 MODEL_SHAPES = (

@@ -82,6 +82,8 @@ EXPORTED: tuple[Case, ...] = (
             ("fp8-float32-column-rank", 128),
             ("fp8-float32-given-expert", 256),
             ("fp8-ue8m0-given-rank", 128),
+            ("fp8-mxfp8-expert", 256),
+            ("fp8-mxfp8-column-given-rank", 128),
         )
     ),
 )

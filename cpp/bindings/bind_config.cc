@@ -21,7 +21,8 @@ void bind_enums(nb::module_& m) {
       .value("DIRECT_SEND", CombineMode::DIRECT_SEND);
   nb::enum_<DispatchDataType>(m, "DispatchDataType")
       .value("BF16", DispatchDataType::BF16)
-      .value("FP8_E4M3", DispatchDataType::FP8_E4M3);
+      .value("FP8_E4M3", DispatchDataType::FP8_E4M3)
+      .value("MXFP8", DispatchDataType::MXFP8);
   nb::enum_<ScaleFormat>(m, "ScaleFormat").value("FLOAT32", ScaleFormat::FLOAT32).value("UE8M0", ScaleFormat::UE8M0);
   nb::enum_<ScaleLayout>(m, "ScaleLayout").value("ROW", ScaleLayout::ROW).value("COLUMN", ScaleLayout::COLUMN);
   nb::enum_<IndexType>(m, "IndexType").value("INT32", IndexType::INT32).value("INT64", IndexType::INT64);

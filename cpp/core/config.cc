@@ -28,7 +28,7 @@ constexpr std::array<std::string_view, 3> kNames<DispatchLayout>{"EXPERT_MAJOR",
 template <>
 constexpr std::array<std::string_view, 2> kNames<CombineMode>{"RANK_LOCAL_REDUCE", "DIRECT_SEND"};
 template <>
-constexpr std::array<std::string_view, 2> kNames<DispatchDataType>{"BF16", "FP8_E4M3"};
+constexpr std::array<std::string_view, 3> kNames<DispatchDataType>{"BF16", "FP8_E4M3", "MXFP8"};
 template <>
 constexpr std::array<std::string_view, 2> kNames<ScaleFormat>{"FLOAT32", "UE8M0"};
 template <>
@@ -108,8 +108,7 @@ void check_formats(const RuntimeConfig& config) {
     throw Error(ErrorCode::Unsupported,
                 "output_layout = TOKEN_MAJOR: belongs to THROUGHPUT mode, which this version does not implement");
   }
-  const bool fp8 = config.quant.format == DispatchDataType::FP8_E4M3;
-  const int multiple = fp8 ? kScaleBlock : 8;
+  const int multiple = config.quant.format == DispatchDataType::BF16 ? 8 : kScaleBlock;
   if (config.hidden_size % multiple != 0) {
     refuse("hidden_size", std::to_string(config.hidden_size),
            "must be a multiple of " + std::to_string(multiple) + " for " + to_text(config.quant.format) + " rows");
@@ -143,7 +142,8 @@ Shape make_shape(const RuntimeConfig& config, int num_ranks) {
   shape.num_topk = config.num_topk;
   shape.max_tokens_per_rank = config.max_tokens_per_rank;
   shape.max_in_flight = config.max_in_flight;
-  shape.fp8 = config.quant.format == DispatchDataType::FP8_E4M3;
+  shape.fp8 = config.quant.format != DispatchDataType::BF16;
+  if (config.quant.format == DispatchDataType::MXFP8) shape.scale_block = kMxScaleBlock;
   shape.ue8m0 = shape.fp8 && config.quant.scale_format == ScaleFormat::UE8M0;
   shape.direct_send = config.combine_mode == CombineMode::DIRECT_SEND;
   shape.mask = config.on_peer_loss == PeerLossPolicy::MASK;
@@ -239,7 +239,8 @@ Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks) {
   Problem problem;
   problem.config = config;
   problem.config.experts_per_rank = resolve_experts_per_rank(config, num_ranks);
-  if (config.quant.scale_format == ScaleFormat::UE8M0) problem.config.quant.round_scale_pow2 = true;
+  if (config.quant.format == DispatchDataType::MXFP8) problem.config.quant.scale_format = ScaleFormat::UE8M0;
+  if (problem.config.quant.scale_format == ScaleFormat::UE8M0) problem.config.quant.round_scale_pow2 = true;
   const std::vector<int>& counts = problem.config.experts_per_rank;
   problem.rank = rank;
   problem.num_ranks = num_ranks;

@@ -100,7 +100,7 @@ void MoERuntime::Impl::check_dispatch(const LatencyDispatchRequest& request) con
   }
   const bool fp8 = problem.shape.fp8;
   if (request.block_scales != nullptr && !fp8)
-    refuse("block_scales: only a runtime with quant.format = FP8_E4M3 takes quantised rows");
+    refuse("block_scales: only a runtime with quant.format = FP8_E4M3 or MXFP8 takes quantised rows");
   check_present("x", request.x, request.num_tokens);
   check_present("topk_ids", request.topk_ids, request.num_tokens);
   check_aligned("x", request.x, request.block_scales != nullptr ? 1 : 2);

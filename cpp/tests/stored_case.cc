@@ -31,8 +31,9 @@ QuantConfig read_quant(std::istringstream& words) {
   std::string format, scale_format, scale_layout;
   words >> format >> scale_format >> scale_layout;
   QuantConfig quant;
-  quant.format =
-      choose<DispatchDataType>(format, {{"bf16", DispatchDataType::BF16}, {"fp8_e4m3", DispatchDataType::FP8_E4M3}});
+  quant.format = choose<DispatchDataType>(
+      format,
+      {{"bf16", DispatchDataType::BF16}, {"fp8_e4m3", DispatchDataType::FP8_E4M3}, {"mxfp8", DispatchDataType::MXFP8}});
   quant.scale_format =
       choose<ScaleFormat>(scale_format, {{"float32", ScaleFormat::FLOAT32}, {"ue8m0", ScaleFormat::UE8M0}});
   quant.scale_layout = choose<ScaleLayout>(scale_layout, {{"row", ScaleLayout::ROW}, {"column", ScaleLayout::COLUMN}});

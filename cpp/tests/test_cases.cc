@@ -44,6 +44,7 @@ void every_kind_is_there() {
   check(some([](const StoredCase& stored) { return stored.name.starts_with("ids-empty-experts"); }), "empty experts");
   check(some([](const StoredCase& stored) { return stored.name.starts_with("ids-zipf"); }), "uneven routing");
   check(some([](const StoredCase& stored) { return !stored.config.placement.empty(); }), "logical experts");
+  check(some([](const StoredCase& stored) { return stored.config.quant.format == DispatchDataType::MXFP8; }), "MXFP8");
 }
 
 void differences_are_seen() {

@@ -91,7 +91,7 @@ void numbers_that_name_nothing() {
       out_of_range(&RuntimeConfig::output_layout, 3, "output_layout = 3: must be one of EXPERT_MAJOR RANK_MAJOR"),
       out_of_range(&RuntimeConfig::combine_mode, 99, "combine_mode = 99: must be one of RANK_LOCAL_REDUCE DIRECT_SEND"),
       out_of_range(&RuntimeConfig::on_peer_loss, 2, "on_peer_loss = 2: must be one of RAISE MASK"),
-      {[](auto& c) { c.quant.format = static_cast<DispatchDataType>(2); }, "quant.format = 2: must be one of BF16"},
+      {[](auto& c) { c.quant.format = static_cast<DispatchDataType>(3); }, "quant.format = 3: must be one of BF16"},
       {[](auto& c) { c.quant.scale_format = static_cast<ScaleFormat>(7); }, "quant.scale_format = 7"},
       {[](auto& c) { c.quant.scale_layout = static_cast<ScaleLayout>(-5); }, "quant.scale_layout = -5"},
       {[](auto& c) { c.device.type = static_cast<DeviceType>(2); }, "device.type = 2: must be one of CPU CUDA"},
@@ -104,7 +104,15 @@ void formats() {
       {[](auto& c) { c.output_layout = DispatchLayout::TOKEN_MAJOR; }, "TOKEN_MAJOR", ErrorCode::Unsupported},
       {[](auto& c) { c.hidden_size = 136, c.quant.format = DispatchDataType::FP8_E4M3; },
        "hidden_size = 136: must be a multiple of 128 for FP8_E4M3 rows"},
+      {[](auto& c) { c.hidden_size = 160, c.quant.format = DispatchDataType::MXFP8; },
+       "hidden_size = 160: must be a multiple of 128 for MXFP8 rows"},
   });
+  RuntimeConfig config = valid();
+  config.quant.format = DispatchDataType::MXFP8;
+  const Problem problem = make_problem(config, 0, kNumRanks);
+  check(problem.config.quant.scale_format == ScaleFormat::UE8M0 && problem.config.quant.round_scale_pow2,
+        "MXFP8 implies UE8M0");
+  check_equal(num_scales(problem.shape), 1);
 }
 
 void placement() {

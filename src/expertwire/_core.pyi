@@ -83,6 +83,8 @@ class DispatchDataType(enum.Enum):
 
     FP8_E4M3 = 1
 
+    MXFP8 = 2
+
 class ScaleFormat(enum.Enum):
     FLOAT32 = 0
 

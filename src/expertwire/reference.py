@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from expertwire.types import (
     FP8_E4M3_MAX,
     FP8_MIN_AMAX,
-    SCALE_BLOCK,
     CombineMode,
     DispatchDataType,
     DispatchLayout,
@@ -27,7 +26,6 @@ from expertwire.types import (
     DispatchOutput,
     MoECommunicatorConfig,
     QuantConfig,
-    ScaleFormat,
     ScaleLayout,
 )
 
@@ -111,21 +109,21 @@ def chosen_experts(config: MoECommunicatorConfig, topk_ids: Numpy, rank: int, nu
 
 
 def quantize(x: Numpy, quant: QuantConfig) -> tuple[Numpy, Numpy]:
-    """Quantise bfloat16 [..., H] in blocks of 128 and return (float8_e4m3fn [..., H], scales).
+    """Quantise bfloat16 [..., H] in blocks of 128 (MXFP8: 32) and return (float8_e4m3fn [..., H], scales).
 
     The scales are float32 [..., S], or int32 [..., ceil(S / 4)] with four exponent bytes each for UE8M0.
     """
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // SCALE_BLOCK, SCALE_BLOCK)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // quant.scale_block, quant.scale_block)
     magnitude = np.where(np.isnan(blocks), np.float32(0), np.abs(blocks)).max(axis=-1)
     amax = np.clip(magnitude, np.float32(FP8_MIN_AMAX), np.float32(_BF16_MAX))
     scales, factors = amax / np.float32(FP8_E4M3_MAX), np.float32(FP8_E4M3_MAX) / amax
-    if quant.round_scale_pow2 or quant.scale_format is ScaleFormat.UE8M0:
+    if quant.round_scale_pow2 or quant.packs_exponents:
         bits = scales.view(np.uint32)
         biased = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # scales are positive and normal, the next power of two is too
         scales, factors = (biased << 23).view(np.float32), ((254 - biased) << 23).view(np.float32)
     scaled = np.clip(blocks * factors[..., None], np.float32(-FP8_E4M3_MAX), np.float32(FP8_E4M3_MAX))  # NaN passes
     q = scaled.astype(FP8).reshape(x.shape)
-    if quant.scale_format is ScaleFormat.UE8M0:
+    if quant.packs_exponents:
         return q, _pack_exponents((scales.view(np.uint32) >> 23).astype(np.uint8))
     return q, scales
 
@@ -138,11 +136,11 @@ def _pack_exponents(exponents: Numpy) -> Numpy:
 
 def dequantize(q: Numpy, scales: Numpy, quant: QuantConfig) -> Numpy:
     """Return float8_e4m3fn [..., H] times its scales (as :func:`quantize` returns them) as float32 [..., H]."""
-    num_blocks = q.shape[-1] // SCALE_BLOCK
-    if quant.scale_format is ScaleFormat.UE8M0:
+    num_blocks = q.shape[-1] // quant.scale_block
+    if quant.packs_exponents:
         exponents = np.ascontiguousarray(scales).view(np.uint8)[..., :num_blocks]
         scales = (exponents.astype(np.uint32) << 23).view(np.float32)
-    blocks = q.astype(np.float32).reshape(*q.shape[:-1], num_blocks, SCALE_BLOCK)
+    blocks = q.astype(np.float32).reshape(*q.shape[:-1], num_blocks, quant.scale_block)
     with np.errstate(over="ignore"):  # 448 times a scale that was rounded up can exceed float32
         return (blocks * scales[..., None]).reshape(q.shape)
 
@@ -193,7 +191,7 @@ class _Sent:
 
 def _send(config: MoECommunicatorConfig, given: RankInput, rank: int, num_ranks: int) -> _Sent:
     payload, scales = given.x, given.block_scales
-    if config.quant.format is DispatchDataType.FP8_E4M3 and scales is None:
+    if config.quant.format is not DispatchDataType.BF16 and scales is None:
         payload, scales = quantize(payload, config.quant)
     weights = np.ones(given.topk_ids.shape, np.float32) if given.weights is None else given.weights
     return _Sent(payload, scales, chosen_experts(config, given.topk_ids, rank, num_ranks), weights)

@@ -13,6 +13,7 @@ namespace expertwire::cpu {
 namespace {
 
 ScaleRule scale_rule(const QuantConfig& quant) {
+  if (quant.format == DispatchDataType::MXFP8) return ScaleRule::MX;
   if (quant.scale_format == ScaleFormat::UE8M0) return ScaleRule::UE8M0;
   return quant.round_scale_pow2 ? ScaleRule::POW2 : ScaleRule::FLOAT32;
 }
@@ -106,10 +107,10 @@ void CpuBackend::place_scales(Lane& lane, const std::byte* scales, std::size_t o
     std::memcpy(out + output_row * count, scales, count * 4);
     return;
   }
-  // [.., S, rows]: one matrix for each expert, or a single one for RANK_MAJOR
-  const std::size_t rows = num_source_rows();
-  std::uint32_t* column = out + output_row / rows * rows * count + output_row % rows;
-  for (std::size_t i = 0; i < count; ++i) std::memcpy(column + i * rows, scales + i * 4, 4);
+  // [.., S', stride]: one matrix for each expert, or a single one for RANK_MAJOR
+  const std::size_t rows = num_source_rows(), stride = column_stride(shape_);
+  std::uint32_t* column = out + output_row / rows * count * stride + output_row % rows;
+  for (std::size_t i = 0; i < count; ++i) std::memcpy(column + i * stride, scales + i * 4, 4);
 }
 
 void CpuBackend::place_row(Lane& lane, const DispatchParams& params, std::size_t received, const std::byte* row,

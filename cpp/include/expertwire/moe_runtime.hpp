@@ -39,7 +39,8 @@ class DispatchHandle {
 struct LatencyDispatchRequest {
   /// [T, H] BF16, or E4M3 if block_scales is given. May be null if num_tokens is 0.
   const void* x = nullptr;
-  /// FP8_E4M3 only: x is quantised already, and these are its scales: [T, S] float32, or UE8M0 [T, ceil(S/4)] int32.
+  /// FP8_E4M3 and MXFP8 only: x is quantised already, and these are its scales: [T, S] float32, or UE8M0 [T, ceil(S/4)]
+  /// int32.
   const void* block_scales = nullptr;
   /// [T, K] of topk_ids_type: global ids below E (with a placement logical ids, below G), none twice in a token;
   /// negative: this slot selects nothing. May be null if num_tokens is 0. The CPU refuses wrong ids; CUDA, which may

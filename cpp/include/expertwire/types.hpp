@@ -2,8 +2,8 @@
 /// Plain types of the public API.
 ///
 /// Symbols: R ranks, E experts of all ranks, L experts of this rank, T tokens of this rank in this call, M
-/// max_tokens_per_rank, H hidden_size, K num_topk, S = H / 128 scale blocks, F max_in_flight. Arrays are dense and in
-/// row order: the last index is the fastest.
+/// max_tokens_per_rank, H hidden_size, K num_topk, S = H / 128 scale blocks (MXFP8: H / 32), F max_in_flight. Arrays are
+/// dense and in row order: the last index is the fastest.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,9 @@ enum class CombineMode {
   DIRECT_SEND,
 };
 
-enum class DispatchDataType { BF16, FP8_E4M3 };
-/// FP8 scales: float32, or UE8M0: the exponents of four consecutive blocks in one int32, the lower block in the lower
+/// FP8_E4M3: E4M3 with a scale for each 128 elements. MXFP8: E4M3 with a UE8M0 scale for each 32.
+enum class DispatchDataType { BF16, FP8_E4M3, MXFP8 };
+/// Scales: float32, or UE8M0: the exponents of four consecutive blocks in one int32, the lower block in the lower
 /// byte.
 enum class ScaleFormat { FLOAT32, UE8M0 };
 /// ROW: scales of a row are neighbours. COLUMN: scales of one block for consecutive rows are, as grouped GEMMs read
@@ -55,7 +56,8 @@ enum class PeerLossPolicy {
 
 enum class DeviceType { CPU, CUDA };
 
-/// Payload of dispatched rows; combine is BF16 always. The members after `format` matter for FP8_E4M3 alone.
+/// Payload of dispatched rows; combine is BF16 always. The members after `format` do not matter for BF16. MXFP8 implies
+/// UE8M0.
 struct QuantConfig {
   DispatchDataType format = DispatchDataType::BF16;
   /// Scales are powers of two. Implied by UE8M0.
@@ -76,7 +78,7 @@ struct Device {
 struct RuntimeConfig {
   /// E, 1 to 2^20.
   int num_experts = 0;
-  /// H: a multiple of 8 (BF16) or 128 (FP8_E4M3), at most 2^20.
+  /// H: a multiple of 8 (BF16) or 128 (FP8_E4M3, MXFP8), at most 2^20.
   int hidden_size = 0;
   /// K, 1 to min(E, 32).
   int num_topk = 0;
@@ -115,8 +117,8 @@ struct RuntimeConfig {
 struct LaneBuffers {
   /// Received rows, BF16 or E4M3: EXPERT_MAJOR [L, R*M, H], RANK_MAJOR [R*M, H].
   void* tokens = nullptr;
-  /// FP8: S' scales for each row of `tokens`; FLOAT32: S' = S floats, UE8M0: S' = ceil(S / 4) int32. ROW [.., rows,
-  /// S'], COLUMN [.., S', rows], where rows is R*M.
+  /// FP8_E4M3 and MXFP8: S' scales for each row of `tokens`; FLOAT32: S' = S floats, UE8M0: S' = ceil(S / 4) int32. ROW
+  /// [.., rows, S'], where rows is R*M; COLUMN [.., S', rows rounded up to a multiple of 4], as TMA wants it.
   void* scales = nullptr;
   std::int32_t* num_tokens_per_expert = nullptr;  ///< EXPERT_MAJOR [L]: valid rows of each local expert
   std::int32_t* num_tokens_per_rank = nullptr;    ///< RANK_MAJOR [R]: valid rows of each source rank

@@ -172,11 +172,11 @@ __device__ inline Facts make_facts(const DispatchKernelParams& p, const Loaded& 
 }
 
 __device__ inline void store_scale(const DispatchContext& c, i32 row, i32 scale_idx, u32 scale) {
-  constexpr u64 kScales = static_cast<u64>(num_scales(kShape));
+  constexpr u64 kScales = static_cast<u64>(num_scales(kShape)), kColumnStride = column_stride(kShape);
   u32* out = static_cast<u32*>(c.p.scales);
   const u64 r = static_cast<u64>(row), s = static_cast<u64>(scale_idx);
   if constexpr (config::kColumnScales)
-    out[r / kSourceRows * kSourceRows * kScales + s * kSourceRows + r % kSourceRows] = scale;
+    out[(r / kSourceRows * kScales + s) * kColumnStride + r % kSourceRows] = scale;
   else
     out[r * kScales + s] = scale;
 }
