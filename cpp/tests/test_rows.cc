@@ -111,8 +111,7 @@ Quantized reference_quantize(const Row& x, ScaleRule rule) {
   for (std::size_t start = 0; start < x.size(); start += block) {
     double largest = 1e-4f;
     for (std::size_t i = start; i < start + block; ++i) {
-      const double magnitude = std::fabs(bf16_value(x[i]));
-      if (magnitude > largest) largest = magnitude;
+      largest = std::fmax(largest, std::fabs(bf16_value(x[i])));  // a NaN is passed over
     }
     const volatile auto amax = static_cast<float>(std::fmin(largest, bf16_value(0x7f7f)));
     float scale = amax / 448.0f;
@@ -132,8 +131,7 @@ Quantized reference_quantize(const Row& x, ScaleRule rule) {
     }
   }
   while (out.exponents.size() % 4 != 0) out.exponents.push_back(127);
-  if (packs_bytes(rule)) out.scales.clear();
-  if (!packs_bytes(rule)) out.exponents.clear();
+  packs_bytes(rule) ? out.scales.clear() : out.exponents.clear();
   return out;
 }
 
