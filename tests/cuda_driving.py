@@ -74,10 +74,19 @@ def start_listing(architecture: str, num_sms: int) -> Listing:
     return _listing
 
 
+def settle(device: Any) -> None:
+    """Let the current stream end its work, before a copy to or from pageable memory.
+
+    A copy queued behind a kernel that waits for another rank would hold up the copies of that rank.
+    """
+    torch.cuda.current_stream(device).synchronize()
+
+
 def to_device(array: np.ndarray | None, device: str) -> Any:
     """Return a tensor with the elements of a NumPy array, whose dtype may be one of ml_dtypes."""
     if array is None:
         return None
+    settle(device)
     dtype = _AS_BYTES.get(array.dtype)
     if dtype is None:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -93,6 +102,8 @@ def to_host(tensor: Any) -> np.ndarray:
         whole = tensor.as_strided((*experts, columns, tensor.stride(-1)), (*tensor.stride()[:-2], tensor.stride(-1), 1))
         assert whole.is_contiguous()
         return to_host(whole)[..., :rows].swapaxes(-1, -2)
+    if tensor.is_cuda:
+        settle(tensor.device)
     dtype = _FROM_BYTES.get(tensor.dtype)
     if dtype is None:
         return np.asarray(tensor.cpu().numpy())
@@ -100,6 +111,7 @@ def to_host(tensor: Any) -> np.ndarray:
 
 
 def poison(tensor: Any) -> Any:
+    settle(tensor.device)
     of_bytes = tensor.view(torch.uint8)
     of_bytes.copy_(torch.full(of_bytes.shape, POISON_BYTE, dtype=torch.uint8))
     return tensor

@@ -181,8 +181,6 @@ class PushProtocol:
         if not todo:
             return (me, "sends nothing by block", which, operation), self._waiting(state, me, which, then, operation)
         kind, peer = todo[block.num_sent]
-        if kind == PACKET and self.change is not Break.RELAXED_PACKET:
-            state = self._clear(state, me)  # a release
         value = operation.serial if kind == ROW else operation.epoch * 2
         if kind != ROW and self.change is Break.CONSTANT_PACKET:
             value = 2
@@ -265,6 +263,8 @@ class PushProtocol:
             all(other.phase == ENDED for other in after.ranks[me].blocks)
             and self.change is not Break.NO_DEPENDENCY_WAIT
         ):
+            if self.change is not Break.UNPERFORMED_CLEARING:
+                after = self._clear(after, me)
             after = self._completed(after, me, operation)
         return after
 

@@ -16,7 +16,7 @@ class Break(Enum):
     SINGLE_BUFFER = auto()  # one buffer a kind in place of two
     CONSTANT_PACKET = auto()  # packets say "1, here" in place of an epoch
     CAPTURED_EPOCH = auto()  # epochs come from the host, so that a replayed graph has its old ones again
-    RELAXED_PACKET = auto()  # a packet may overtake the clearing of the operation before
+    UNPERFORMED_CLEARING = auto()  # a kernel begins before the clearing by the one before has been performed
     SKIP_SILENT = auto()  # packets of ranks that send no rows are not looked at
     NO_CLEARING = auto()  # rows are left where they were read
     NO_DEPENDENCY_WAIT = auto()  # a block begins before the other blocks of the kernel before have ended

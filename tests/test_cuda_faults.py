@@ -55,12 +55,15 @@ def _told(comm: ew.MoECommunicator) -> str:
 
 
 def _validate(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier) -> list[Any]:
-    """Exchange with wrong ids, ask, go on, and be told by a call that then is made again."""
+    """Exchange with wrong ids, asking in between; go on, and be told by a call that then is made again."""
     inputs = _with_wrong_ids(case)
     with communicator(group, case, place, validate=True) as comm:
-        results: list[Any] = [exchange(comm, inputs[comm.rank])]
-        results.append(_told(comm))
+        out, handle = dispatch(comm, inputs[comm.rank])
+        told = _told(comm)
         assert _told(comm) == ""
+        received = copy_output(out, to_host)
+        answer = to_device(expert_output(case.config, received, local_experts(comm)), place.device)
+        results: list[Any] = [Received(received, to_host(comm.combine(answer, handle))), told]
         inputs[WRONG].topk_ids[2, 2] = -1
         dispatch(comm, inputs[comm.rank])
         torch.cuda.current_stream().synchronize()

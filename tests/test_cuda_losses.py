@@ -128,3 +128,37 @@ def test_a_killed_process_is_named_in_time(case: Case) -> None:
             assert lost.ranks == (VICTIM,)
             assert lost.operation == "dispatch"
             assert lost.seconds < TIMEOUT_S + MARGIN_S
+
+
+def _take_down_beside(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier) -> float:
+    """Rank 0 waits on the GPU for rank 1, which takes down another communicator of that GPU meanwhile."""
+    with communicator(group, case, place, timeout_s=2 * TIMEOUT_S) as comm:
+        if comm.rank == 0:
+            barrier.wait()
+            dispatch(comm, case.inputs()[0])
+            barrier.wait()
+            barrier.wait()
+            torch.cuda.current_stream().synchronize()
+            with pytest.raises(ew.PeerLostError):
+                comm.check()
+            return 0.0
+        alone = replace(case, tokens=case.tokens[:1], num_experts=3)
+        stream = torch.cuda.Stream()
+        other = communicator(*ew.local_group(1), alone, place)
+        with torch.cuda.stream(stream):
+            exchange(other, alone.inputs()[0])
+        barrier.wait()
+        barrier.wait()
+        time.sleep(0.1)
+        started = time.monotonic()
+        other.close()
+        del other
+        seconds = time.monotonic() - started
+        barrier.wait()
+        return seconds
+
+
+def test_taking_one_down_does_not_wait_for_the_kernels_of_another() -> None:
+    case = Case("beside", (5, 5), 6, 64, 3)
+    seconds = run_virtual(_take_down_beside, share(3)[:2], case, threading.Barrier(2, timeout=60))[1]
+    assert seconds < TIMEOUT_S

@@ -62,37 +62,50 @@ def _come_too_late(comm: ew.MoECommunicator, given: Any, dispatched: Any) -> tup
 
 
 def _go_on(group: ew.Group, place: Place, case: Case, plan: dict[str, Any]) -> Any:
-    with communicator(group, case, place, timeout_s=TIMEOUT_S, on_peer_loss="mask") as comm:
-        rank = comm.rank
-        received = [exchange(comm, case.inputs(0)[rank])]
-        assert comm.lost_ranks() == ()
-        if rank == VICTIM:
-            given = case.inputs(1)[rank]
-            dispatched = dispatch(comm, given) if plan["misses"] == "combine" else None
-            torch.cuda.current_stream().synchronize()
-            plan["step"].wait()
-            assert plan["over"].wait(60)
-            told = _come_too_late(comm, given, dispatched)
-            plan["came"].set()
-            plan["end"].wait()  # closing waits for the device, where the others still are
+    try:
+        with communicator(group, case, place, timeout_s=TIMEOUT_S, on_peer_loss="mask") as comm:
+            told = _miss(comm, case, plan) if comm.rank == VICTIM else _do_without(comm, case, plan)
+            plan["end"].wait()  # closing may wait for the device, where the others still are
             return told
-        plan["step"].wait()
-        for step in range(1, NUM_AFTER + 1):
-            started = time.monotonic()
-            received.append(exchange(comm, case.inputs(step % TOUR)[rank]))
-            assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
-            assert comm.lost_ranks() == (VICTIM,)
-            if step == NUM_AFTER // 2 and plan["half"].wait() == 0:
-                plan["over"].set()  # the late rank's words land while the others go on
-        comm.check()
-        assert comm.is_available
-        plan["half"].wait()
-        assert plan["came"].wait(60)
-        stats = comm.stats()
-        assert stats.timeouts <= 1
-        assert stats.source_wait_seconds[VICTIM] >= (0.5 * TIMEOUT_S if plan["misses"] == "dispatch" else 0.0)
-        plan["end"].wait()
-        return received, stats.timeouts
+    except BaseException:
+        for name in ("step", "half", "end"):
+            plan[name].abort()
+        plan["over"].set()
+        plan["came"].set()
+        raise
+
+
+def _miss(comm: ew.MoECommunicator, case: Case, plan: dict[str, Any]) -> tuple[int, ...]:
+    exchange(comm, case.inputs(0)[VICTIM])
+    given = case.inputs(1)[VICTIM]
+    dispatched = dispatch(comm, given) if plan["misses"] == "combine" else None
+    torch.cuda.current_stream().synchronize()
+    plan["step"].wait()
+    assert plan["over"].wait(60)
+    told = _come_too_late(comm, given, dispatched)
+    plan["came"].set()
+    return told
+
+
+def _do_without(comm: ew.MoECommunicator, case: Case, plan: dict[str, Any]) -> tuple[list[Received], int]:
+    received = [exchange(comm, case.inputs(0)[comm.rank])]
+    assert comm.lost_ranks() == ()
+    plan["step"].wait()
+    for step in range(1, NUM_AFTER + 1):
+        started = time.monotonic()
+        received.append(exchange(comm, case.inputs(step % TOUR)[comm.rank]))
+        assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
+        assert comm.lost_ranks() == (VICTIM,)
+        if step == NUM_AFTER // 2 and plan["half"].wait() == 0:
+            plan["over"].set()  # the late rank's words land while the others go on
+    comm.check()
+    assert comm.is_available
+    plan["half"].wait()
+    assert plan["came"].wait(60)
+    stats = comm.stats()
+    assert stats.timeouts <= 1
+    assert stats.source_wait_seconds[VICTIM] >= (0.5 * TIMEOUT_S if plan["misses"] == "dispatch" else 0.0)
+    return received, stats.timeouts
 
 
 @EVERY_WAY

@@ -74,7 +74,7 @@ MISTAKES = [
     (Break.SINGLE_BUFFER, TWO, "wrong row"),
     (Break.CONSTANT_PACKET, replace(ONE_BLOCK, program="C0 C0 C0 C0", sends=one_way(4)), "wrong row"),
     (Break.CAPTURED_EPOCH, TWO, "wrong row"),
-    (Break.RELAXED_PACKET, TWO, "waits for ever"),
+    (Break.UNPERFORMED_CLEARING, TWO, "waits for ever"),
     (Break.SKIP_SILENT, replace(ONE_BLOCK, sends=one_way(3)), "wrong row"),
     (Break.NO_CLEARING, TWO, "wrong row"),
     (Break.NO_DEPENDENCY_WAIT, TWO, "waits for ever"),

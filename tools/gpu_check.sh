@@ -110,7 +110,7 @@ if [[ -n $sanitizer ]]; then
   done
 else
   say "which kernels the tests need"
-  timeout 60 "${pytest[@]}" -m "gpu or multi_gpu" -k "not process" --list-kernels="$work/wanted" \
+  timeout 60 "${pytest[@]}" -m "gpu or multi_gpu" -k "not process and not killed" --list-kernels="$work/wanted" \
     --deselect=tests/test_cuda_arrays.py "${files[@]}" "$@" >"$out/kernels.log" 2>&1 || true
   tail -n 3 "$out/kernels.log"
   say "compiling them, by $JOBS processes"

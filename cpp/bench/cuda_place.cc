@@ -38,12 +38,14 @@ void* CudaPlace::allocate(std::size_t bytes) {
 
 void CudaPlace::write(void* device, const void* host, std::size_t bytes) {
   if (bytes == 0) return;
+  wait();  // a copy behind a kernel that waits for another rank would hold up the copies of that rank
   check(driver().cuMemcpyHtoDAsync(address(device), host, bytes, stream_.get()), "cuMemcpyHtoDAsync");
   wait();
 }
 
 void CudaPlace::read(void* host, const void* device, std::size_t bytes) {
   if (bytes == 0) return;
+  wait();
   check(driver().cuMemcpyDtoHAsync(host, address(device), bytes, stream_.get()), "cuMemcpyDtoHAsync");
   wait();
 }

@@ -38,6 +38,8 @@ class CudaMemory final : public Memory {
     return block;
   }
   void copy(void* to, const void* from, std::size_t num_bytes) override {
+    // A copy behind a kernel that waits for another rank would hold up the copies of that rank.
+    check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
     check(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }

@@ -67,6 +67,7 @@ class MoECommunicator:
         lanes = range(self._config.max_in_flight)
         self._tokens_addresses = [runtime.lane_address(lane, "tokens") for lane in lanes]
         self._last_lane = 0
+        self._stream: object | None = None
 
     def dispatch(
         self,
@@ -302,6 +303,11 @@ class MoECommunicator:
         """Closes."""
         self.close()
 
+    def __del__(self) -> None:
+        """Closes. Arrays may live on."""
+        if getattr(self, "_runtime", None) is not None:
+            self.close()
+
     def __repr__(self) -> str:
         config = self._config
         state = "closed" if self._runtime is None else "open" if self._runtime.is_available else "lost a rank"
@@ -321,7 +327,9 @@ class MoECommunicator:
             return None
         if not self._on_cuda:
             raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
-        return stream_address(stream, self._device)
+        address = stream_address(stream, self._device)
+        self._stream = stream  # held: the next call on another stream, or close, comes back to it
+        return address
 
     def _lanes(self, runtime: _core.MoERuntime, adapter: ArrayAdapter) -> list[DispatchOutput]:
         outputs = self._outputs.get(adapter.framework)

@@ -6,6 +6,7 @@
 
 #include "backend/cuda/driver.hpp"
 #include "backend/cuda/jit.hpp"
+#include "backend/cuda/kept.hpp"
 #include "base/collective.hpp"
 #include "base/env.hpp"
 #include "expertwire/error.hpp"
@@ -70,12 +71,12 @@ LaneBuffers make_buffers(CUdeviceptr base, const OutputLayout& layout, const Pro
 
 }  // namespace
 
-KernelModule::KernelModule(const KernelImage& image, const Variant& variant, std::size_t shared_bytes)
+LoadedKernel::LoadedKernel(int device, const KernelImage& image, const Variant& variant, std::size_t shared_bytes)
     : num_threads_(variant.block_threads()) {
   const Driver& cuda = driver();
-  cuda::check(cuda.cuModuleLoadData(&module_, image.cubin.data()), "cuModuleLoadData");
   const std::string entry = std::string(name(variant.kernel)) + "_kernel";
-  cuda::check(cuda.cuModuleGetFunction(&function_, module_, entry.c_str()), "cuModuleGetFunction");
+  cuda::check(cuda.cuModuleGetFunction(&function_, loaded_module(device, image.cubin), entry.c_str()),
+              "cuModuleGetFunction");
   // Setting or asking an attribute loads a function, also where loading is lazy: no launch waits for another rank's.
   cuda::check(cuda.cuFuncSetAttribute(function_, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                       static_cast<int>(shared_bytes)),
@@ -87,33 +88,16 @@ KernelModule::KernelModule(const KernelImage& image, const Variant& variant, std
     throw Error(ErrorCode::Backend, "a block of " + std::to_string(num_threads_) + " threads does not fit on an SM");
 }
 
-KernelModule::~KernelModule() {
-  if (module_ != nullptr) driver().cuModuleUnload(module_);
-}
-
-KernelModule::KernelModule(KernelModule&& other) noexcept
-    : module_(std::exchange(other.module_, nullptr)), function_(other.function_), num_threads_(other.num_threads_) {}
-
-DeviceMemory::DeviceMemory(std::size_t bytes) {
-  cuda::check(driver().cuMemAlloc(&address_, std::max<std::size_t>(bytes, 16)), "cuMemAlloc");
-}
-
-DeviceMemory::~DeviceMemory() {
-  if (address_ != 0) driver().cuMemFree(address_);
-}
-
-DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept : address_(std::exchange(other.address_, 0)) {}
-
-void CudaBackend::launch(const KernelModule& kernel, const DispatchKernelParams& params, CUstream stream) {
+void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream) {
   launch(kernel, cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes,
          const_cast<DispatchKernelParams*>(&params), stream);
 }
 
-void CudaBackend::launch(const KernelModule& kernel, const CombineKernelParams& params, CUstream stream) {
+void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream) {
   launch(kernel, cuda_plan_.combine_blocks, 0, const_cast<CombineKernelParams*>(&params), stream);
 }
 
-void CudaBackend::launch(const KernelModule& kernel, int num_blocks, std::size_t shared_bytes, void* params,
+void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params,
                          CUstream stream) {
   CUlaunchAttribute dependent{};
   dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -174,10 +158,18 @@ void CudaBackend::prepare(Bootstrap& bootstrap) {
 void CudaBackend::load_kernels() {
   const std::vector<KernelImage> images =
       compile_sources(program_sources(problem_, cuda_plan_), cuda_plan_.architecture);
+  const int device = problem_.config.device.index;
   auto image = images.begin();
   for (const Variant& variant : cuda_plan_.dispatch)
-    dispatch_.emplace_back(*image++, variant, cuda_plan_.dispatch_shared_bytes);
-  for (const Variant& variant : cuda_plan_.combine) combine_.emplace_back(*image++, variant, 0);
+    dispatch_.emplace_back(device, *image++, variant, cuda_plan_.dispatch_shared_bytes);
+  for (const Variant& variant : cuda_plan_.combine) combine_.emplace_back(device, *image++, variant, 0);
+}
+
+// Not by cuMemAlloc, whose counterpart waits for the whole device.
+CUdeviceptr CudaBackend::allocate(std::size_t bytes) {
+  const int device = problem_.config.device.index;
+  memory_.emplace_back(Allocation(device, std::max<std::size_t>(bytes, 1), CU_MEM_HANDLE_TYPE_NONE), device);
+  return memory_.back().address();
 }
 
 void CudaBackend::make_lanes() {
@@ -188,20 +180,19 @@ void CudaBackend::make_lanes() {
   const u64 state_bytes = make_lane_state_layout(problem_.shape).bytes,
             inbox_bytes = make_inbox_layout(problem_.shape).lane_bytes;
   for (int lane = 0; lane < problem_.config.max_in_flight; ++lane) {
-    memory_.emplace_back(plan_.outputs.bytes);
-    const CUdeviceptr outputs = memory_.back().address();
-    memory_.emplace_back(state_bytes);
+    const CUdeviceptr outputs = allocate(plan_.outputs.bytes);
     Lane& made = lanes_.emplace_back();
     made.buffers = make_buffers(outputs, plan_.outputs, problem_);
     for (int rank = 0; rank < problem_.num_ranks; ++rank) {
       made.params.inboxes[rank] = at<u8>(inboxes_->address(rank), inbox_bytes * static_cast<u64>(lane));
     }
-    made.params.state = at<u8>(memory_.back().address(), 0);
+    made.params.state = at<u8>(allocate(state_bytes), 0);
     made.params.rank = problem_.rank;
     made.params.lane = lane;
   }
-  memory_.emplace_back(sizeof(CommonWords) + problem_.physical_of_logical.size() * sizeof(i32));
-  auto* common = at<CommonWords>(memory_.back().address(), 0);
+  if (const auto& table = problem_.physical_of_logical; !table.empty())
+    placement_ = at<i32>(allocate(table.size() * sizeof(i32)), 0);
+  auto* common = at<CommonWords>(allocate(sizeof(CommonWords)), 0);
   for (Lane& lane : lanes_) {
     lane.params.wait.abort = &common->abort;
     lane.params.wait.report = &report_->device_pointer()->loss;
@@ -242,24 +233,37 @@ void CudaBackend::launch_nothing() {
   DispatchKernelParams dispatch{};
   CombineKernelParams combine{};
   dispatch.num_tokens = combine.num_tokens = -1;
-  for (const KernelModule& kernel : dispatch_) launch(kernel, dispatch, own_stream_);
-  for (const KernelModule& kernel : combine_) launch(kernel, combine, own_stream_);
+  for (const LoadedKernel& kernel : dispatch_) launch(kernel, dispatch, own_stream_);
+  for (const LoadedKernel& kernel : combine_) launch(kernel, combine, own_stream_);
   cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
 CudaBackend::~CudaBackend() { release(); }
 
+// The caller's stream is not touched after this, for it may be gone before the buffers are.
+void CudaBackend::close() noexcept {
+  if (!last_stream_) return;
+  const Driver& cuda = driver();
+  if (cuda.cuCtxPushCurrent(context_->get()) != CUDA_SUCCESS) return;  // the driver has shut down, with all it held
+  CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+  if (cuda.cuStreamIsCapturing(*last_stream_, &capture) == CUDA_SUCCESS && capture == CU_STREAM_CAPTURE_STATUS_NONE)
+    cuda.cuEventRecord(last_work_, *last_stream_);
+  last_stream_.reset();
+  CUcontext popped = nullptr;
+  cuda.cuCtxPopCurrent(&popped);
+}
+
 void CudaBackend::release() noexcept {
   if (!context_) return;
+  close();
   const Driver& cuda = driver();
   if (cuda.cuCtxPushCurrent(context_->get()) != CUDA_SUCCESS) return;  // the driver has shut down, with all it held
   // Only this rank's own work is waited for. Waits in it are bounded, also after a peer was lost.
-  if (last_stream_ && cuda.cuEventRecord(last_work_, *last_stream_) == CUDA_SUCCESS)
-    cuda.cuEventSynchronize(last_work_);
-  if (last_work_ != nullptr) cuda.cuEventDestroy(last_work_);
+  if (last_work_ != nullptr) {
+    cuda.cuEventSynchronize(last_work_);  // at once if it was never recorded
+    cuda.cuEventDestroy(last_work_);
+  }
   if (own_stream_ != nullptr) cuda.cuStreamDestroy(own_stream_);
-  dispatch_.clear();
-  combine_.clear();
   memory_.clear();
   report_.reset();
   CUcontext popped = nullptr;
@@ -281,7 +285,7 @@ void CudaBackend::follow(CUstream stream) {
   last_stream_ = stream;
 }
 
-const KernelModule& CudaBackend::choose(const std::vector<KernelModule>& kernels, int num_tokens) const {
+const LoadedKernel& CudaBackend::choose(const std::vector<LoadedKernel>& kernels, int num_tokens) const {
   return num_tokens <= cuda_plan_.small_work_tokens ? kernels.front() : kernels.back();
 }
 
@@ -297,7 +301,7 @@ void CudaBackend::dispatch(int lane_idx, const DispatchParams& params) {
   kernel.x = params.x;
   kernel.block_scales = params.block_scales;
   kernel.topk_ids = params.topk_ids;
-  kernel.physical_of_logical = placement_table();
+  kernel.physical_of_logical = placement_;
   kernel.weights = params.weights;
   kernel.num_tokens = params.num_tokens;
   kernel.call = lane.call = static_cast<u32>(stats_.dispatch_calls + 1);

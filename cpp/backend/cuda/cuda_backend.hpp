@@ -17,38 +17,15 @@
 namespace expertwire::cuda {
 
 // A compiled kernel, loaded: resident before its first launch.
-class KernelModule {
+class LoadedKernel {
  public:
-  KernelModule(const KernelImage& image, const Variant& variant, std::size_t shared_bytes);
-  ~KernelModule();
-  KernelModule(KernelModule&& other) noexcept;
-  KernelModule& operator=(KernelModule&&) = delete;
+  LoadedKernel(int device, const KernelImage& image, const Variant& variant, std::size_t shared_bytes);
   CUfunction function() const { return function_; }
   int num_threads() const { return num_threads_; }
 
  private:
-  CUmodule module_ = nullptr;
   CUfunction function_ = nullptr;
   int num_threads_ = 0;
-};
-
-struct CommonWords {  // of all lanes, in memory of the GPU
-  u32 abort;
-  LossState losses;
-  // Behind it, with a placement: Problem::physical_of_logical.
-};
-
-// Device memory of this rank alone.
-class DeviceMemory {
- public:
-  explicit DeviceMemory(std::size_t bytes);
-  ~DeviceMemory();
-  DeviceMemory(DeviceMemory&& other) noexcept;
-  DeviceMemory& operator=(DeviceMemory&&) = delete;
-  CUdeviceptr address() const { return address_; }
-
- private:
-  CUdeviceptr address_ = 0;
 };
 
 class CudaBackend final : public Backend {
@@ -66,7 +43,7 @@ class CudaBackend final : public Backend {
   void check() override;
   void check_update(void* stream) override;
   void update_placement(std::vector<i32> physical_of_logical, void* stream) override;
-  void close() noexcept override {}
+  void close() noexcept override;
 
  private:
   struct Lane {
@@ -82,25 +59,26 @@ class CudaBackend final : public Backend {
   void make_lanes();
   void fill_memory();
   void write_placement(CUstream stream);
-  const i32* placement_table() const;
   void launch_nothing();
+  CUdeviceptr allocate(std::size_t bytes);
   void follow(CUstream stream);
-  void launch(const KernelModule& kernel, const DispatchKernelParams& params, CUstream stream);
-  void launch(const KernelModule& kernel, const CombineKernelParams& params, CUstream stream);
-  void launch(const KernelModule& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
-  const KernelModule& choose(const std::vector<KernelModule>& kernels, int num_tokens) const;
+  void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream);
+  void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream);
+  void launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
+  const LoadedKernel& choose(const std::vector<LoadedKernel>& kernels, int num_tokens) const;
   void add_device_counts(const Lane& lane, RuntimeStats& stats) const;
 
   Problem problem_;
   Plan plan_;
   CudaPlan cuda_plan_;
   std::optional<PrimaryContext> context_;
-  std::vector<KernelModule> dispatch_, combine_;  // for few tokens and, where that occurs, for many
+  std::vector<LoadedKernel> dispatch_, combine_;  // for few tokens and, where that occurs, for many
   std::optional<SymmetricMemory> inboxes_;
-  std::vector<DeviceMemory> memory_;  // outputs and state of every lane, then the words of all lanes
+  std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
+  i32* placement_ = nullptr;     // [num_logical_experts], with a placement
   std::optional<HostReport> report_;
   CUstream own_stream_ = nullptr;  // for set-up and stats()
-  CUevent last_work_ = nullptr;
+  CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow
   std::optional<CUstream> last_stream_;
   std::vector<Lane> lanes_;
   RuntimeStats stats_;

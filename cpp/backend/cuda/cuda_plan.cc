@@ -13,20 +13,25 @@ constexpr int kSmallWorkThreads = 256;
 
 // Few tokens want short blocks, which start and end quickly; many want many warps, but RANK_MAJOR's dispatch rather room for
 // the next kernel's blocks beside its own (docs/kernels.md). Threads and blocks bound the registers of a thread, 65536 over
-// their product, so that nothing spills. kMarkBatch: ids that a thread of dispatch asks for at once. kGather: expert rows
+// their product, so that nothing spills. kMarkBatch: ids that a thread of dispatch asks for at once. kSenders: where every
+// other row stays here, and is large, half of the blocks place those. kGather: expert rows
 // that a warp of combine does.
 void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& facts, bool many_tokens_occur) {
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   // These take more registers; for other architectures than sm_90 the compiler does, too.
   const bool wide = problem.num_ranks > 2 || facts.major != 9, mask = problem.shape.mask;
   const int num_small = mask ? 1 : wide ? 2 : 3;
-  plan.dispatch = {{Kernel::DISPATCH, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kMarkBatch", 1}}}};
+  plan.dispatch = {
+      {Kernel::DISPATCH, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kMarkBatch", 1}, {"kSenders", 0}}}};
   plan.combine = {{Kernel::COMBINE, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kGather", 4}}}};
   if (!many_tokens_occur) return;
   const bool half = rank_major || mask;  // of the threads that fit
   const int num_dispatch = half ? 480 : wide ? 736 : 992, num_combine = mask ? 480 : wide ? 608 : 992;
-  plan.dispatch.push_back(
-      {Kernel::DISPATCH, num_dispatch, rank_major && !mask ? 2 : 1, {{"kWords", 1}, {"kMarkBatch", 2}}});
+  const int num_senders = wide || half || problem.shape.fp8 ? 0 : 50;
+  plan.dispatch.push_back({Kernel::DISPATCH,
+                           num_dispatch,
+                           rank_major && !mask ? 2 : 1,
+                           {{"kWords", 1}, {"kMarkBatch", 2}, {"kSenders", num_senders}}});
   plan.combine.push_back({Kernel::COMBINE, num_combine, 1, {{"kWords", 1}, {"kGather", 2}}});
 }
 
@@ -36,7 +41,9 @@ void check_supported(const Problem& problem, const DeviceFacts& facts) {
   const std::string capability = std::to_string(facts.major) + "." + std::to_string(facts.minor);
   if (facts.major < 8) refuse("device: compute capability " + capability + ", the CUDA backend needs 8.0 or newer");
   if (problem.shape.fp8 && facts.major * 10 + facts.minor < 89) {
-    refuse("quant.format = FP8_E4M3 and MXFP8: need compute capability 8.9 or newer, the device has " + capability);
+    const bool mx = problem.config.quant.format == DispatchDataType::MXFP8;
+    refuse(std::string("quant.format = ") + (mx ? "MXFP8" : "FP8_E4M3") +
+           ": needs compute capability 8.9 or newer, the device has " + capability);
   }
   if (problem.num_ranks > kMaxGpuRanks) {
     refuse("num_ranks = " + std::to_string(problem.num_ranks) + ": the CUDA backend takes at most " +

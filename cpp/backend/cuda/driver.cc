@@ -64,7 +64,6 @@ void find_basics(Driver& d, Symbols& symbols) {
 
 void find_execution(Driver& d, Symbols& symbols) {
   symbols.find(d.cuModuleLoadData, "cuModuleLoadData");
-  symbols.find(d.cuModuleUnload, "cuModuleUnload");
   symbols.find(d.cuModuleGetFunction, "cuModuleGetFunction");
   symbols.find(d.cuFuncGetAttribute, "cuFuncGetAttribute");
   symbols.find(d.cuFuncSetAttribute, "cuFuncSetAttribute");
@@ -94,7 +93,6 @@ void find_memory(Driver& d, Symbols& symbols) {
   symbols.find(d.cuMemAlloc, "cuMemAlloc_v2");
   symbols.find(d.cuMemFree, "cuMemFree_v2");
   symbols.find(d.cuMemHostAlloc, "cuMemHostAlloc");
-  symbols.find(d.cuMemFreeHost, "cuMemFreeHost");
   symbols.find(d.cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2");
   symbols.find(d.cuMemsetD8Async, "cuMemsetD8Async");
   symbols.find(d.cuMemsetD32Async, "cuMemsetD32Async");

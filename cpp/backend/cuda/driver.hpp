@@ -32,7 +32,6 @@ struct Driver {
   CUresult (*cuCtxGetCurrent)(CUcontext*);
 
   CUresult (*cuModuleLoadData)(CUmodule*, const void* image);
-  CUresult (*cuModuleUnload)(CUmodule);
   CUresult (*cuModuleGetFunction)(CUfunction*, CUmodule, const char* name);
   CUresult (*cuFuncGetAttribute)(int*, CUfunction_attribute, CUfunction);
   CUresult (*cuFuncSetAttribute)(CUfunction, CUfunction_attribute, int);
@@ -42,7 +41,6 @@ struct Driver {
   CUresult (*cuMemAlloc)(CUdeviceptr*, std::size_t bytes);
   CUresult (*cuMemFree)(CUdeviceptr);
   CUresult (*cuMemHostAlloc)(void**, std::size_t bytes, unsigned flags);
-  CUresult (*cuMemFreeHost)(void*);
   CUresult (*cuMemHostGetDevicePointer)(CUdeviceptr*, void*, unsigned flags);
   CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char value, std::size_t count, CUstream);
   CUresult (*cuMemsetD32Async)(CUdeviceptr, unsigned value, std::size_t count, CUstream);

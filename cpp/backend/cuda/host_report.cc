@@ -1,6 +1,7 @@
 #include "backend/cuda/host_report.hpp"
 
 #include "backend/cuda/driver.hpp"
+#include "backend/cuda/kept.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire::cuda {
@@ -22,20 +23,15 @@ std::string handle_text(const CallFault& fault, int rank) {
 
 }  // namespace
 
-HostReport::HostReport() {
-  void* memory = nullptr;
-  check(driver().cuMemHostAlloc(&memory, sizeof(HostWords), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
-        "cuMemHostAlloc");
-  words_ = static_cast<HostWords*>(memory);
-  *words_ = HostWords{};
+HostReport::HostReport() : words_(take_host_words()) {
   CUdeviceptr device = 0;
-  check(driver().cuMemHostGetDevicePointer(&device, memory, 0), "cuMemHostGetDevicePointer");
+  const CUresult result = driver().cuMemHostGetDevicePointer(&device, words_, 0);
+  if (result != CUDA_SUCCESS) put_back(words_);
+  check(result, "cuMemHostGetDevicePointer");
   device_ = reinterpret_cast<HostWords*>(device);
 }
 
-HostReport::~HostReport() {
-  if (words_ != nullptr) driver().cuMemFreeHost(words_);
-}
+HostReport::~HostReport() { put_back(words_); }
 
 void HostReport::raise_loss(double timeout_s) const {
   if (!has_loss()) return;

@@ -7,16 +7,11 @@
 
 namespace expertwire::cuda {
 
-const i32* CudaBackend::placement_table() const {
-  if (problem_.physical_of_logical.empty()) return nullptr;
-  return reinterpret_cast<const i32*>(memory_.back().address() + sizeof(CommonWords));
-}
-
 // From memory that the host may change again once this returns: the driver takes what it copies first.
 void CudaBackend::write_placement(CUstream stream) {
   const std::vector<i32>& table = problem_.physical_of_logical;
   if (table.empty()) return;
-  cuda::check(driver().cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(placement_table()), table.data(),
+  cuda::check(driver().cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(placement_), table.data(),
                                          table.size() * sizeof(i32), stream),
               "cuMemcpyHtoDAsync");
 }

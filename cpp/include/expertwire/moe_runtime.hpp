@@ -53,8 +53,8 @@ struct LatencyDispatchRequest {
   int num_tokens = 0;
   /// Where received rows go instead of LaneBuffers::tokens; of its shape, the caller's.
   void* output_buffer = nullptr;
-  /// CUDA: the stream (cudaStream_t or CUstream; null is the default stream) that the operation is put on. Must be null
-  /// on the CPU.
+  /// CUDA: the stream (cudaStream_t or CUstream; null is the default stream) that the operation is put on. It must live
+  /// until the runtime's next operation on another stream, or close(). Must be null on the CPU.
   void* stream = nullptr;
 };
 

@@ -85,7 +85,8 @@ class CupyAdapter(ArrayAdapter):
 
     def current_stream(self) -> int:
         """See ArrayAdapter."""
-        address: int = cupy.cuda.get_current_stream(self._index).ptr
+        self._stream = cupy.cuda.get_current_stream(self._index)  # held: the communicator may come back to it
+        address: int = self._stream.ptr
         return address
 
 

@@ -43,13 +43,15 @@ __device__ inline void clear_counts(const DispatchKernelParams& p) {
 
 __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark_loads, Loaded loaded, Wait& wait) {
   const i32 items = c.p.num_tokens * kParts;
+  const Crew sending = senders(), keeping = keepers();
   mark_tokens(c, mark_loads);
   sync_workers();
   if (blockIdx.x == 0) send_counts(c);
   OwnPart own;
-  i32 item = grid_warp(), kept = item;
+  i32 kept = first_part(c.p);
+  if (!sending.has_this && kept < items) own = make_part(c, kept % kParts, loaded);
 #pragma unroll 1
-  for (; item < items; item += grid_warps()) {
+  for (i32 item = kept; sending.has_this && item < items; item += sending.num_warps) {
     if (item != kept) loaded = load_part(c.p, item / kParts, item % kParts);
     own = make_part(c, item % kParts, loaded);
     send_part(c, item / kParts, item % kParts, own);
@@ -60,6 +62,7 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
   const Cursor first(c, 1);
   const bool has_first = kRanks > 1 && first.may_be_sent() && !is_absent(first.source);
   Received received;
+  received.count = 0;
   if constexpr (kCountsWithRows) {
     if (has_first) received = load_received(c, first);
     if (grid_thread() == 0) note_rows(c, c.rank, own_row_count(c, c.rank));
@@ -73,7 +76,8 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
     }
     if (has_first) received = load_received(c, first);
 #pragma unroll 1
-    for (item = kept; !config::kRankMajor && item >= 0 && item < items; item -= grid_warps()) {
+    for (i32 item = kept; !config::kRankMajor && keeping.has_this && item >= 0 && item < items;
+         item -= keeping.num_warps) {
       if (item != kept) own = make_part(c, item % kParts, load_part(c.p, item / kParts, item % kParts));
       place_own(c, item, own);
     }
@@ -103,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   Loaded loaded;
   if (is_worker()) {  // in flight while the block routes
     mark_loads = load_marks(p, static_cast<i32>(threadIdx.x));
-    if (grid_warp() < p.num_tokens * kParts) loaded = load_part(p, grid_warp() / kParts, grid_warp() % kParts);
+    const i32 first = first_part(p);
+    if (first < p.num_tokens * kParts) loaded = load_part(p, first / kParts, first % kParts);
   }
   const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
   Wait wait(p.lane, 0, c.buffers.epoch);

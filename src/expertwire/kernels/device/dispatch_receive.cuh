@@ -112,7 +112,7 @@ struct Cursor {
   i32 source, item;  // step j is source (rank + j) % R
 
   __device__ Cursor(const DispatchContext& c, i32 j)
-      : source((c.rank + j) % kRanks), item(grid_warp_of_part(j, kRanks)) {}
+      : source((c.rank + j) % kRanks), item(all_warps().of_part(j, kRanks)) {}
   __device__ i32 slot() const { return item / kParts; }
   __device__ i32 part() const { return item % kParts; }
   __device__ bool may_be_sent() const { return item < kMaxTokens * kParts; }
@@ -214,7 +214,8 @@ __device__ inline void receive(const DispatchContext& c, Received r, Wait& wait)
     i32 rows;
     if constexpr (kCountsWithRows) {
       const u64* packet = count_packet(c.inbox, c.buffers, cursor.source, kRowCount);
-      const u32 count = poll_packet(packet, c.buffers.epoch, cursor.source, wait);
+      const u64 known = j == 1 ? r.count : load_relaxed_sys(packet);  // mostly there since the first part is
+      const u32 count = poll_packet(packet, known, c.buffers.epoch, cursor.source, wait);
       if (cursor.item == 0 && lane_idx() == 0) note_rows(c, cursor.source, count);
       rows = static_cast<i32>(count & ~kWeightsComeLate);
     } else {

@@ -200,15 +200,21 @@ __device__ inline void hear_losses(u32 told, i32 source, AnyWait& wait) {
   }
 }
 
-// A rank's packet of an epoch says that it has finished its operation of this kind before, clean-up included: a release, by
-// a warp with no stores of its own pending. An operation ends only when it has seen every rank's packet.
+// A rank's packet of an epoch says that it has finished its operation of this kind before, clean-up included: that kernel has
+// ended, so all of it has been performed, and the store needs no release, which takes longer than a row does. With masking
+// it tells of notices, which are this kernel's. An operation ends only when it has seen every rank's packet.
 // `packet(inbox, source)`: where source's packet lies in an inbox. `heard(told, source)`: what came with one.
 template <typename Packet, typename Heard>
 __device__ inline void exchange_packets(const LaneParams& lane, u32 epoch, u32 data, Wait& wait, Packet packet,
                                         Heard heard) {
   for (i32 peer = lane_idx(); peer < kRanks; peer += 32) {
-    if (peer != lane.rank && !is_absent(peer))
-      store_release_sys(packet(lane.inboxes[peer], lane.rank), static_cast<u64>(epoch) << 32 | data | losses_to_tell());
+    if (peer == lane.rank || is_absent(peer)) continue;
+    u64* to = packet(lane.inboxes[peer], lane.rank);
+    const u64 word = static_cast<u64>(epoch) << 32 | data | losses_to_tell();
+    if constexpr (config::kMask)
+      store_release_sys(to, word);
+    else
+      store_relaxed_sys(to, word);
   }
   for (i32 source = lane_idx(); source < kRanks; source += 32) {
     if (source == lane.rank || is_absent(source)) continue;

@@ -14,6 +14,26 @@ constexpr i32 kParts = kPieces + 1;  // of a row: pieces of its payload, then th
 constexpr i32 kMaskWords = num_mask_words(kShape);
 constexpr i32 kMarked = num_marks(kShape, config::kRankMajor);  // ranks, then experts
 
+// Whose warps send own tokens, and whose place those that stay: all do both, or kSenders in a hundred blocks the one and the
+// rest the other. Stores to a peer wait for the wire, and on the same SM those behind them wait too.
+__device__ inline Crew crew_of(bool sends) {
+  const i32 blocks = static_cast<i32>(gridDim.x), block = static_cast<i32>(blockIdx.x);
+  if (config::kSenders == 0 || blocks == 1) return all_warps();
+  const i32 num_senders = blocks * config::kSenders / 100 > 0 ? blocks * config::kSenders / 100 : 1;
+  const i32 first = sends ? 0 : num_senders, num = sends ? num_senders : blocks - num_senders;
+  return Crew{warp_idx() * num + block - first, kNumWarps * num, (block < num_senders) == sends};
+}
+__device__ inline Crew senders() { return crew_of(true); }
+__device__ inline Crew keepers() { return crew_of(false); }
+
+// The part of an own token that a warp takes first: of those that it only places, the last.
+__device__ inline i32 first_part(const DispatchKernelParams& p) {
+  const Crew sending = senders(), keeping = keepers();
+  if (sending.has_this) return sending.warp;
+  const i32 more = (p.num_tokens * kParts - 1 - keeping.warp) / keeping.num_warps;
+  return keeping.warp + (more > 0 ? more * keeping.num_warps : 0);
+}
+
 struct Place {
   i32 before;
   bool has;

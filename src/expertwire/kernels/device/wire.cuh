@@ -1,9 +1,9 @@
 // Words on the wire: which constants a kernel was compiled for, sentinels, bounded polls, and the walk over work.
 //
 // `config` is made by the host for one communicator:
-//   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight kFirstExpert[kNumRanks + 1]
-//   kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kScaleBlock kColumnScales kInvalidId
-//   kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch, of combine kGather
+//   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight
+//   kFirstExpert[kNumRanks + 1] kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kScaleBlock kColumnScales kInvalidId
+//   kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
 #pragma once
 
 #include "../shared/kernel_params.cuh"
@@ -33,8 +33,8 @@ constexpr i32 kWords = config::kWords;
 
 static_assert(kTopk <= 32, "a lane for each selection");
 
-// A block has kNumThreads threads that move rows, and one more warp. That of the last block sends and takes packets: their
-// release waits for memory, and nothing may wait for it.
+// A block has kNumThreads threads that move rows, and one more warp. That of the last block sends and takes packets, which
+// an operation waits for, and no row.
 constexpr i32 kBlockThreads = config::kNumThreads + 32;
 __device__ inline void sync_workers() { sync_threads<config::kNumThreads>(); }
 
@@ -50,11 +50,19 @@ __device__ inline i32 grid_thread() {
   return static_cast<i32>(blockIdx.x) * config::kNumThreads + static_cast<i32>(threadIdx.x);
 }
 __device__ inline i32 grid_threads() { return static_cast<i32>(gridDim.x) * config::kNumThreads; }
-// The same warps in another order for each of `parts` lists of work: short lists fall on different warps.
-__device__ inline i32 grid_warp_of_part(i32 part, i32 parts) {
-  const i32 warp = grid_warp() - part * (grid_warps() / parts);
-  return warp < 0 ? warp + grid_warps() : warp;
-}
+
+// Warps that share a kind of work, and this one's number among them.
+struct Crew {
+  i32 warp, num_warps;
+  bool has_this;
+
+  // The same warps in another order for each of `parts` lists of work: short lists fall on different warps.
+  __device__ i32 of_part(i32 part, i32 parts) const {
+    const i32 w = warp - part * (num_warps / parts);
+    return w < 0 ? w + num_warps : w;
+  }
+};
+__device__ inline Crew all_warps() { return Crew{grid_warp(), grid_warps(), true}; }
 
 __device__ inline i32 rank_of_expert(i32 expert) {  // -1 for none
   if (expert < 0) return -1;
