@@ -172,7 +172,8 @@ class MoECommunicator:
             placement: [E]: the logical expert that each physical one holds, or -1 for none; every logical expert from 0
                 to G - 1 at least once, with the G of construction.
             stream: CUDA only: where in the order of work the table is replaced, instead of the current stream of torch,
-                or else CuPy. Dispatches of this communicator follow on any stream; replayed graphs if they do on this.
+                or else CuPy. The call waits for the work that it holds. Dispatches of this communicator follow on any
+                stream; replayed graphs if they do on this.
             collective: ``False`` exchanges nothing and replaces this rank's table alone; that all who go on give the
                 same one is then up to the caller. For those who are left when a rank was lost.
 

@@ -47,6 +47,11 @@ class Range {
   const Nvtx* nvtx_;
 };
 
+struct CommonWords {  // of all lanes, in memory of the GPU
+  u32 abort;
+  LossState losses;
+};
+
 template <typename T>
 T* at(CUdeviceptr base, u64 offset) {
   return reinterpret_cast<T*>(base + offset);

@@ -1,5 +1,5 @@
 // The CUDA backend: one kernel for each operation, on the caller's stream. Nothing here waits for the GPU but construction,
-// stats() and destruction. The hot path is launch().
+// update_placement(), stats() and destruction. The hot path is launch().
 #pragma once
 
 #include <cstdint>

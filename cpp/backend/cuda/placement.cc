@@ -28,8 +28,11 @@ void CudaBackend::check_update(void* stream) {
 void CudaBackend::update_placement(std::vector<i32> physical_of_logical, void* stream) {
   const CurrentContext current(*context_);
   problem_.physical_of_logical = std::move(physical_of_logical);
-  follow(static_cast<CUstream>(stream));
-  write_placement(static_cast<CUstream>(stream));
+  const auto on = static_cast<CUstream>(stream);
+  follow(on);
+  // A copy behind an operation that waits for a peer would hold up the copies of other ranks on this GPU, the peer's too.
+  cuda::check(driver().cuStreamSynchronize(on), "cuStreamSynchronize");
+  write_placement(on);
 }
 
 }  // namespace expertwire::cuda

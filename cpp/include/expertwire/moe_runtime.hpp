@@ -137,8 +137,9 @@ class MoERuntime {
   /// under way. The weights of experts that move are the caller's to move. Only for a runtime that was constructed with
   /// a placement; the new one holds as many logical experts. If it is refused on one rank, or ranks differ, every rank
   /// throws, and the old one stays.
-  /// @param stream      CUDA: where in the order of work the table is replaced; not one that is being captured. Replayed
-  ///                    graphs go by the table of the time of their replay, if they are launched in this order
+  /// @param stream      CUDA: where in the order of work the table is replaced; not one that is being captured. The call
+  ///                    waits for the work that it holds. Replayed graphs go by the table of the time of their replay, if
+  ///                    they are launched in this order
   /// @param collective  false: nothing is exchanged, and this rank's table is replaced; that all who go on give the same
   ///                    one is up to the caller. For those who are left when a rank was lost
   /// @throws Error InvalidArgument, PeerLost, Backend
