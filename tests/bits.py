@@ -77,6 +77,12 @@ def assert_memory_order(output: DispatchOutput) -> None:
     """Hold the strides of the scales against the layout that ``output.quant`` names."""
     if output.quant is None or not output.quant.block_scales.size:
         return
-    along_tokens, along_blocks = output.quant.block_scales.strides[-2:]
-    column = output.quant.scale_layout is ScaleLayout.COLUMN
-    assert (along_tokens if column else along_blocks) == output.quant.block_scales.itemsize, "strides of block_scales"
+    scales = output.quant.block_scales
+    *experts, along_tokens, along_blocks = scales.strides
+    if output.quant.scale_layout is ScaleLayout.ROW:
+        assert scales.flags.c_contiguous, "strides of block_scales"
+        return
+    # As masked grouped GEMMs take it: TMA reads along tokens, and steps by multiples of 16 bytes that start at such.
+    assert (along_tokens, along_blocks) == (scales.itemsize, -(-scales.shape[-2] // 4) * 16), "strides of block_scales"
+    assert experts in ([], [along_blocks * scales.shape[-1]]), "stride of block_scales between experts"
+    assert scales.ctypes.data % 16 == 0, "address of block_scales"

@@ -42,6 +42,7 @@ class Case:
         num_experts, hidden_size, num_topk: E, H, K.
         max_tokens: M; the largest T if 0.
         experts_per_rank: None splits evenly.
+        placement: None, or the logical expert of each physical one.
         layout, combine_mode, quant: as in the configuration.
         prequantized: the caller quantises.
         ids: a routing of ``make_topk_ids``, or ``none``, ``half``, ``own-rank``, ``to-rank:D``, ``far-negative``.
@@ -72,10 +73,16 @@ class Case:
     values: str = "normal"
     max_in_flight: int = 1
     invalid_id: int = -1
+    placement: tuple[int, ...] | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_logical(self) -> int:
+        """Return how many experts tokens choose from."""
+        return self.num_experts if self.placement is None else max(self.placement) + 1
 
     @property
     def config(self) -> MoECommunicatorConfig:
@@ -85,6 +92,7 @@ class Case:
             num_topk=self.num_topk,
             max_tokens_per_rank=self.max_tokens or max(*self.tokens, 1),
             experts_per_rank=self.experts_per_rank,
+            placement=self.placement,
             output_layout=self.layout,
             combine_mode=self.combine_mode,
             quant=self.quant,
@@ -128,8 +136,8 @@ class Case:
             experts = experts_of_ranks(self.config, self.num_ranks)[rank if kind == "own-rank" else int(argument)]
             return experts.start + make_topk_ids("uniform", rng, count, len(experts), self.num_topk)
         if kind not in ("none", "half", "far-negative"):
-            return make_topk_ids(self.ids, rng, count, self.num_experts, self.num_topk)
-        ids = make_topk_ids("uniform", rng, count, self.num_experts, self.num_topk)
+            return make_topk_ids(self.ids, rng, count, self.num_logical, self.num_topk)
+        ids = make_topk_ids("uniform", rng, count, self.num_logical, self.num_topk)
         lowest = np.iinfo(self.ids_dtype).min if kind == "far-negative" else -1
         return np.where(rng.random(ids.shape) < (1.0 if kind == "none" else 0.5), lowest, ids)
 
@@ -209,6 +217,10 @@ QUANTS = {
     "ue8m0-column": QuantConfig(
         DispatchDataType.FP8_E4M3, scale_format=ScaleFormat.UE8M0, scale_layout=ScaleLayout.COLUMN
     ),
+    "mxfp8": QuantConfig(DispatchDataType.MXFP8, scale_format=ScaleFormat.UE8M0),
+    "mxfp8-column": QuantConfig(
+        DispatchDataType.MXFP8, scale_format=ScaleFormat.UE8M0, scale_layout=ScaleLayout.COLUMN
+    ),
 }
 #: (H, E, K) of models in use.
 MODEL_SHAPES = (
@@ -260,6 +272,26 @@ def _placements() -> Iterator[Case]:
         )
 
 
+#: Copies on several ranks and on one, experts in another order, places that hold none.
+PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "permuted": ((2, 2), (3, 2, 1, 0)),
+    "copies": ((3, 2, 3, 2), (0, 1, 2, 3, 0, -1, 4, 5, 0, 3)),
+    "copies-on-one-rank": ((3, 0, 3), (0, 0, 1, 1, 0, 2)),
+    "everywhere": ((3, 3, 3, 3, 3), (0, 1, 2) * 5),
+}
+
+
+def _logical_experts() -> Iterator[Case]:
+    for name, (counts, placement) in PLACEMENTS.items():
+        fields: dict[str, Any] = {"experts_per_rank": counts, "placement": placement, "num_experts": len(placement)}
+        tokens = tuple(7 - rank for rank in range(len(counts)))
+        yield from _ways(f"logical-{name}", tokens, num_topk=3, ids="half", weights="router", **fields)
+    yield Case(
+        "logical-skewed-fp8", (33, 0, 20, 9), 10, 256, 4, 0, *PLACEMENTS["copies"][:1], RANK_MAJOR, REDUCE, FP8,
+        ids="zipf:1.5", ids_dtype="int32", placement=PLACEMENTS["copies"][1],
+    )  # fmt: skip
+
+
 def _token_counts() -> Iterator[Case]:
     for counts in ((0, 4, 4), (0, 0, 5), (0, 0, 0), (1, 1, 1), (1, 3, 127, 129), (129, 129)):
         yield from _ways(f"tokens-{'-'.join(map(str, counts))}", counts, num_experts=12, num_topk=3)
@@ -304,6 +336,7 @@ def _life() -> Iterator[Case]:
 
 
 ALL_CASES = (
-    *_models(), *_sizes(), *_placements(), *_token_counts(), *_routings(), *_weights(), *_payloads(), *_life(),
+    *_models(), *_sizes(), *_placements(), *_logical_experts(), *_token_counts(), *_routings(), *_weights(),
+    *_payloads(), *_life(),
 )  # fmt: skip
 CASES: dict[str, Case] = {case.name: case for case in ALL_CASES}

@@ -50,6 +50,7 @@ EXPORTED: tuple[Case, ...] = (
     *(CASES[f"ids-half-{way_name(*way)}"] for way in WAYS),
     *(CASES[f"tokens-0-4-4-{way_name(*way)}"] for way in WAYS),
     *(CASES[f"placed-3-0-5-{way_name(*way)}"] for way in WAYS),
+    *(CASES[f"logical-copies-{way_name(*way)}"] for way in WAYS),
     *(CASES[f"ids-empty-experts-{way_name(*way)}"] for way in WAYS),
     *(Case(f"exported-1-rank-{way_name(*way)}", (5,), 6, 136, 3, 0, None, *way) for way in WAYS),
     *(Case(f"exported-8-ranks-{way_name(*way)}", (4, 1, 0, 5, 2, 3, 1, 4), 16, 40, 5, 0, None, *way) for way in WAYS),
@@ -81,6 +82,8 @@ EXPORTED: tuple[Case, ...] = (
             ("fp8-float32-column-rank", 128),
             ("fp8-float32-given-expert", 256),
             ("fp8-ue8m0-given-rank", 128),
+            ("fp8-mxfp8-expert", 256),
+            ("fp8-mxfp8-column-given-rank", 128),
         )
     ),
 )
@@ -161,9 +164,10 @@ def _export(case: Case) -> Exported:
 
 def _config_lines(exported: Exported) -> Iterator[str]:
     config = exported.config
-    placement = [len(experts) for experts in reference.experts_of_ranks(config, len(exported.arrays))]
+    counts = [len(experts) for experts in reference.experts_of_ranks(config, len(exported.arrays))]
     yield f"num_ranks {len(exported.arrays)}"
-    yield f"experts_per_rank {' '.join(map(str, placement))}"
+    yield f"experts_per_rank {' '.join(map(str, counts))}"
+    yield f"placement {' '.join(map(str, config.placement or ()))}".rstrip()
     for name in ("num_experts", "hidden_size", "num_topk", "max_tokens_per_rank", "max_in_flight"):
         yield f"{name} {getattr(config, name)}"
     yield f"invalid_token_expert_id {config.invalid_token_expert_id}"
@@ -220,6 +224,7 @@ def _case_of(fields: dict[str, list[str]]) -> Exported:
     config = MoECommunicatorConfig(
         **{name: int(fields[name][0]) for name in (*numbers, "invalid_token_expert_id")},
         experts_per_rank=tuple(map(int, fields["experts_per_rank"])),
+        placement=tuple(map(int, fields["placement"])) or None,
         output_layout=DispatchLayout(fields["output_layout"][0]),
         combine_mode=CombineMode(fields["combine_mode"][0]),
         quant=QuantConfig(

@@ -14,6 +14,7 @@ from expertwire.types import DispatchDataType, QuantConfig, ScaleFormat
 from one_rank import BF16, FP8_QUANT, ids, rows, single
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+MX_QUANT = QuantConfig(DispatchDataType.MXFP8)
 UE8M0_QUANT = QuantConfig(DispatchDataType.FP8_E4M3, scale_format=ScaleFormat.UE8M0)
 
 
@@ -74,6 +75,16 @@ BAD_DISPATCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"quant": UE8M0_QUANT},
         {"x": rows(dtype=FP8), "quant": scales(3, 1)},
         "quant.block_scales = float32 .*dtype must be int32",
+    ),
+    (
+        {"quant": MX_QUANT},
+        {"x": rows(dtype=FP8), "quant": scales(3, 4, dtype=np.int32)},
+        r"quant.block_scales = int32 \[3, 4\].*shape must be \[3, 1\]",
+    ),
+    (
+        {"quant": MX_QUANT},
+        {"x": rows(dtype=FP8), "quant": scales(3, 4, dtype=np.uint8)},
+        "quant.block_scales = uint8 .*dtype must be int32",
     ),
     ({"quant": FP8_QUANT}, {"x": rows(dtype=np.float32), "quant": scales(3, 1)}, "x = float32 .*must be float8_e4m3fn"),
     ({}, {"output_buffer": np.ones((4, 3, 64), BF16)}, r"output_buffer = .*shape must be \[4, 3, 128\]"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +18,7 @@ import pytest
 
 import expertwire as ew
 from bits import assert_same_bits
-from cases import DIRECT, EXPERT_MAJOR, RANK_MAJOR, WAYS, Case, way_name
+from cases import DIRECT, EXPERT_MAJOR, QUANTS, RANK_MAJOR, WAYS, Case, way_name
 from driving import assert_received, exchange, expected, run_threads
 from expertwire.types import DispatchDataType, QuantConfig, ScaleFormat, ScaleLayout
 from test_arrays import Exporter
@@ -123,20 +125,54 @@ def test_ranks_agree_with_the_reference(layout: Any, combine_mode: Any) -> None:
 
 
 @pytest.mark.parametrize("scale_layout", list(ScaleLayout))
-@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+@pytest.mark.parametrize(("kind", "count"), [("float32", 6), ("ue8m0", 2), ("mxfp8", 6)])
+@pytest.mark.parametrize("max_tokens", [3, 4, 5])
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR])
-def test_block_scales_have_the_asked_memory_order(layout: Any, scale_format: Any, scale_layout: Any) -> None:
-    quant = QuantConfig(DispatchDataType.FP8_E4M3, scale_format=scale_format, scale_layout=scale_layout)
-    with single(hidden_size=768, output_layout=layout, quant=quant) as comm:
+def test_block_scales_have_the_asked_memory_order(
+    layout: Any, max_tokens: int, kind: str, count: int, scale_layout: Any
+) -> None:
+    quant = replace(QUANTS[kind], scale_layout=scale_layout)
+    with single(hidden_size=768, output_layout=layout, max_tokens_per_rank=max_tokens, quant=quant) as comm:
         out, _ = comm.dispatch(rows(3, 768), ids())
         scales = out.quant.block_scales
-        count = 6 if scale_format is ScaleFormat.FLOAT32 else 2
         assert out.tokens.dtype == FP8
+        assert scales.dtype == (np.float32 if kind == "float32" else np.int32)
         assert scales.shape == (*out.tokens.shape[:-1], count)
-        assert scales.strides[-2:] == (
-            (4, 4 * out.tokens.shape[-2]) if scale_layout is ScaleLayout.COLUMN else (4 * count, 4)
+        stride = 16 if max_tokens < 5 else 32  # bytes: TMA wants multiples of 16
+        wanted = (
+            (stride * count, 4, stride)
+            if scale_layout is ScaleLayout.COLUMN
+            else (4 * count * max_tokens, 4 * count, 4)
         )
-        assert out.quant == replace(comm.config.quant)
+        assert scales.strides == wanted[-scales.ndim :]
+        assert scales.ctypes.data % 16 == 0
+        assert out.quant == comm.config.quant
+
+
+def test_torch_scales_are_what_grouped_gemms_take_without_a_copy() -> None:
+    torch = pytest.importorskip("torch")
+    quant = QuantConfig(DispatchDataType.MXFP8, scale_layout=ScaleLayout.COLUMN)
+    with single(hidden_size=256, max_tokens_per_rank=5, quant=quant) as comm:
+        x = torch.ones(3, 256, dtype=torch.bfloat16)
+        out, _ = comm.dispatch(x, torch.from_numpy(ids()))
+        scales = out.quant.block_scales
+        assert (out.tokens.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.int32)
+        assert (tuple(scales.shape), scales.stride()) == ((4, 5, 2), (16, 1, 8))
+        assert scales.data_ptr() % 16 == 0
+        assert scales[0, 0].tolist() == [0x77777777] * 2  # 2^-8 for 1 / 448 rounded up, in four bytes
+
+
+def test_the_program_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "grouped_gemm.md"
+    (program,) = re.findall(r"```python\n(import .*?)```", page.read_text(), re.DOTALL)
+    exec(program, {})  # noqa: S102 (our own page)
+    assert f"# {capsys.readouterr().out.strip()}" in program
+
+
+def test_mxfp8_implies_its_scales() -> None:
+    with single(hidden_size=128, quant=QuantConfig("mxfp8")) as comm:
+        assert comm.config.quant == QuantConfig(DispatchDataType.MXFP8, True, ScaleFormat.UE8M0)
+        assert (comm.config.quant.scale_block, comm.config.quant.packs_exponents) == (32, True)
 
 
 def test_quantised_rows_travel_as_they_are() -> None:
@@ -232,7 +268,7 @@ def test_torch_fp8() -> None:
         scales = torch.tensor([[0.5, 2.0]])
         out, handle = comm.dispatch(x, torch.tensor([[1, -1]]), quant=QuantConfig(block_scales=scales))
         assert out.tokens.dtype is torch.float8_e4m3fn
-        assert out.quant.block_scales.stride() == (2 * 3, 1, 3)
+        assert out.quant.block_scales.stride() == (2 * 4, 1, 4)
         assert torch.equal(out.quant.block_scales[1, 0], scales[0])
         nan = torch.isnan(x.float())
         same = out.tokens[1, 0].view(torch.uint8) == x[0].view(torch.uint8)

@@ -17,7 +17,7 @@ from bits import assert_same_bits
 from cases import RANK_MAJOR
 from conftest import num_cuda_devices
 from driving import run_threads
-from expertwire.types import QuantConfig
+from expertwire.types import DispatchDataType, QuantConfig
 from losses import GRACE_S
 from one_rank import BF16, FP8_QUANT, SHAPE, ids, rows, single
 
@@ -53,6 +53,10 @@ def test_errors_are_also_what_python_calls_them() -> None:
         ({"timeout_s": "10"}, r"timeout_s = '10': must be a number"),
         ({"hidden_size": 12}, r"hidden_size = 12: must be a multiple of 8 for BF16"),
         ({"hidden_size": 136, "quant": FP8_QUANT}, r"hidden_size = 136: must be a multiple of 128 for FP8_E4M3"),
+        (
+            {"hidden_size": 160, "quant": QuantConfig(DispatchDataType.MXFP8)},
+            r"hidden_size = 160: must be a multiple of 128 for MXFP8 rows",
+        ),
         ({"hidden_size": 128.0}, r"hidden_size = 128.0: must be an integer"),
         ({"hidden_size": True}, r"hidden_size = True: must be an integer"),
         ({"hidden_size": None}, r"hidden_size = None: must be an integer"),

@@ -34,7 +34,7 @@ def _assert_described(stored: Exported, case: Case) -> None:
     assert [len(own["x"]) for own in stored.arrays] == list(case.tokens)
     for name in ("num_experts", "hidden_size", "num_topk", "max_tokens_per_rank", "output_layout", "combine_mode"):
         assert getattr(stored.config, name) == getattr(case.config, name), name
-    assert stored.config.quant == case.config.quant
+    assert (stored.config.quant, stored.config.placement) == (case.config.quant, case.placement)
     assert (stored.config.max_in_flight, stored.config.invalid_token_expert_id) == (case.max_in_flight, case.invalid_id)
 
 

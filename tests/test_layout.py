@@ -14,6 +14,7 @@ FORMATS = {
     "bf16": QuantConfig(),
     "fp8": QuantConfig(format=DispatchDataType.FP8_E4M3),
     "ue8m0": QuantConfig(format=DispatchDataType.FP8_E4M3, scale_format=ScaleFormat.UE8M0),
+    "mxfp8": QuantConfig(format=DispatchDataType.MXFP8),
 }
 
 
@@ -61,7 +62,7 @@ def shared_bytes(problem: Problem) -> int:
 
 def row_parts(problem: Problem) -> tuple[int, int]:
     hidden = problem.hidden_size
-    scales = {"bf16": 0, "fp8": 4 * hidden // 128, "ue8m0": 4 * align(hidden, 512) // 512}
+    scales = {"bf16": 0, "fp8": 4 * hidden // 128, "ue8m0": 4 * align(hidden, 512) // 512, "mxfp8": hidden // 32}
     return hidden * (2 if problem.row_format == "bf16" else 1), scales[problem.row_format]
 
 
@@ -75,7 +76,9 @@ def output_bytes(problem: Problem, num_local: int) -> int:
     else:
         combine_rows *= topk if problem.combine_mode is CombineMode.DIRECT_SEND else 1
         counts = align(4 * ranks) + 2 * align(4 * rows * topk)
-    lane = align(rows * payload) + align(rows * scales) + counts + align(2 * problem.hidden_size * combine_rows)
+    groups = num_local if problem.layout is DispatchLayout.EXPERT_MAJOR else 1
+    scale_rows = groups * align(ranks * tokens, 4)
+    lane = align(rows * payload) + align(scale_rows * scales) + counts + align(2 * problem.hidden_size * combine_rows)
     return problem.max_in_flight * lane
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from bits import assert_same_bits
-from cases import ALL_CASES, DIRECT, EXPERT_MAJOR, FP8, QUANTS, RANK_MAJOR, REDUCE, Case
+from cases import ALL_CASES, DIRECT, EXPERT_MAJOR, FP8, QUANTS, RANK_MAJOR, REDUCE, Case, draw_values
 from driving import expected, gain
 from expertwire import reference
 from expertwire.reference import BF16, RankInput
-from expertwire.types import DispatchDataType, MoECommunicatorConfig, ScaleFormat, ScaleLayout
+from expertwire.types import DispatchDataType, MoECommunicatorConfig, QuantConfig, ScaleFormat, ScaleLayout
 
 TINY = MoECommunicatorConfig(num_experts=4, hidden_size=8, num_topk=2, max_tokens_per_rank=2)  # 2 ranks, 2 experts each
 
@@ -231,6 +231,22 @@ def test_ue8m0_bytes_are_packed_in_order() -> None:
     assert packed[0, 0] == np.int32(127 + 128 * 2**8 + 129 * 2**16 + 130 * 2**24 - 2**32)
 
 
+def test_mxfp8_is_ue8m0_by_blocks_of_32() -> None:
+    """A block of 128 that repeats a block of 32 four times has its scale and its codes."""
+    rng = np.random.default_rng(2)
+    for values in ("normal", "specials", "fp8-specials"):
+        x = draw_values(values, rng, (6, 512))
+        q, scales = reference.quantize(x, QUANTS["mxfp8"])
+        assert (q.shape, scales.shape, scales.dtype) == ((6, 512), (6, 4), np.int32)
+        repeated = np.repeat(x.reshape(6, 16, 1, 32), 4, axis=2).reshape(6, 16, 128)
+        wanted_q, wanted = reference.quantize(repeated, QUANTS["ue8m0"])
+        assert_same_bits(q.reshape(6, 16, 32), wanted_q[..., :32], values)
+        assert (scales.view(np.uint8) == wanted.view(np.uint8).reshape(6, 16, 4)[..., 0]).all()
+    x = np.concatenate([_block(448.0 * 2.0**power)[:32] for power in (0, 1, 2, 3)])
+    assert reference.quantize(x, QUANTS["mxfp8"])[1].view(np.uint8).tolist() == [127, 128, 129, 130]
+    assert reference.quantize(x, QuantConfig(DispatchDataType.MXFP8))[1].dtype == np.int32
+
+
 def _e4m3_values() -> list[Fraction]:
     """Return the value of each non-negative finite code: 4 exponent bits, 3 mantissa bits, bias 7; 0x7F is NaN."""
     values = []
@@ -266,6 +282,16 @@ def test_quantize_equals_exact_rounding(name: str) -> None:
 # Brute force over the case table
 
 
+def _with_physical_ids(case: Case, inputs: list[RankInput]) -> list[RankInput]:
+    """Return the inputs as they are without the placement, whose tables test_placement.py looks at."""
+    if case.placement is None:
+        return inputs
+    return [
+        replace(given, topk_ids=reference.chosen_experts(case.config, given.topk_ids, rank, case.num_ranks))
+        for rank, given in enumerate(inputs)
+    ]
+
+
 SMALL = [case for case in ALL_CASES if case.hidden_size * case.num_experts <= 1152 * 64]
 
 
@@ -274,11 +300,13 @@ def test_dispatch_equals_brute_force(case: Case) -> None:
     """Every row is where a search over all tokens puts it, by loops over experts, ranks and tokens."""
     inputs, config = case.inputs(), case.config
     payloads, scales = [given.x for given in inputs], [given.block_scales for given in inputs]
-    if case.quant.format is DispatchDataType.FP8_E4M3 and not case.prequantized:
+    if case.quant.format is not DispatchDataType.BF16 and not case.prequantized:
         pairs = [reference.quantize(x, case.quant) for x in payloads]
         payloads, scales = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     counts = case.experts_per_rank or [case.num_experts // case.num_ranks] * case.num_ranks
-    for rank, out in enumerate(reference.dispatch(config, inputs)):
+    received = reference.dispatch(config, inputs)
+    inputs = _with_physical_ids(case, inputs)
+    for rank, out in enumerate(received):
         local = [sum(counts[:rank]) + index for index in range(counts[rank])]
         groups = [[expert] for expert in local] if case.layout is EXPERT_MAJOR else [local]
         for index, group in enumerate(groups):
@@ -308,7 +336,8 @@ def test_dispatch_equals_brute_force(case: Case) -> None:
 def test_combine_is_near_the_exact_sum(case: Case) -> None:
     """y = sum of w * gain(e) * x in float64, within what rounding to BF16 allows: answer, partial and sum."""
     inputs, new_weights = case.inputs(), case.replaced_weights() or [None] * case.num_ranks
-    for given, new, received in zip(inputs, new_weights, expected(case.config, inputs, new_weights), strict=True):
+    results = expected(case.config, inputs, new_weights)
+    for given, new, received in zip(_with_physical_ids(case, inputs), new_weights, results, strict=True):
         x = _arrived(case, given)
         weights = next((w for w in (new, given.weights) if w is not None), np.ones(given.topk_ids.shape))
         chosen = (given.topk_ids >= 0) & (given.topk_ids < case.num_experts)

@@ -2,7 +2,7 @@
 
 Of the communicators that the case and workload tables name, the best known shape is compiled in every way, and a subset
 of the others in which every two choices that occur together do so at least once: layout, mode, payload, ranks, K, H,
-experts, architecture, and whether ids are checked and lost ranks masked.
+experts, placement, architecture, and whether ids are checked and lost ranks masked.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Specialisation:
             _range_of(case.num_topk, 1, 4, 8, 22),
             (case.hidden_size % 256 == 0, _range_of(case.hidden_size, 256)),
             (case.experts_per_rank is not None, _range_of(case.num_experts // case.num_ranks, 4, 64)),
+            case.placement is not None,
             self.architecture,
             self.is_careful,
         )

@@ -156,6 +156,7 @@ def test_ranks_that_do_not_train_need_no_side_communicator() -> None:
     [
         ({"hidden_size": 128, "quant": ew.QuantConfig(format=ew.DispatchDataType.FP8_E4M3)}, "quant.format = FP8_E4M3"),
         ({"on_peer_loss": "mask"}, "on_peer_loss"),
+        ({"placement": range(4)}, "placement: gradients need one that stays"),
         ({"output_layout": "rank_major", "combine_mode": "direct_send"}, "RANK_MAJOR with DIRECT_SEND"),
     ],
 )

@@ -23,7 +23,10 @@ struct Problem {
   int num_ranks = 0;
   int first_local_expert = 0;
   int num_local_experts = 0;
+  int num_logical_experts = 0;           // ids that tokens may choose: E without a placement
+  std::vector<i32> physical_of_logical;  // with a placement: where this rank sends them, [num_logical_experts]
   Shape shape;
+  std::string id_bound() const;  // for errors: what ids must be below
 };
 
 // What matters of the machine for a plan.
@@ -57,6 +60,10 @@ class Backend {
   virtual std::vector<int> lost_ranks() const = 0;
   virtual bool is_available() const noexcept = 0;
   virtual void check() = 0;
+  // Concerns this rank alone, as the next: throws what would keep update_placement from being done.
+  virtual void check_update(void* stream) = 0;
+  // For dispatches after it in the order of the stream. Only called if the problem has a placement.
+  virtual void update_placement(std::vector<i32> physical_of_logical, void* stream) = 0;
   virtual void close() noexcept = 0;
 };
 

@@ -29,16 +29,18 @@ std::vector<T> read_all(Place& place, const T* from, std::size_t count) {
 
 std::size_t num_scale_words(const RuntimeConfig& config) {
   const auto blocks = static_cast<std::size_t>(config.hidden_size / 128);
+  if (config.quant.format == DispatchDataType::MXFP8) return blocks;  // four of 32 in a word
   return config.quant.scale_format == ScaleFormat::UE8M0 ? (blocks + 3) / 4 : blocks;
 }
 
-// Scales of an expert (or, RANK_MAJOR, of all ranks) lie as [rows, S'] or, COLUMN, as [S', rows].
+// Scales of an expert (or, RANK_MAJOR, of all ranks) lie as [rows, S'] or, COLUMN, as [S', rows up to a multiple of 4].
 std::vector<std::byte> read_scales(Place& place, const MoERuntime& runtime, const LaneBuffers& lane,
                                    const Received& received) {
   constexpr std::size_t kWord = 4;
   const RuntimeConfig& config = runtime.config();
   const std::size_t words = num_scale_words(config),
                     rows = static_cast<std::size_t>(config.max_tokens_per_rank * runtime.num_ranks());
+  const std::size_t column_rows = (rows + 3) / 4 * 4;
   const auto* from = static_cast<const std::byte*>(lane.scales);
   std::vector<std::byte> scales(received.num_rows() * words * kWord);
   std::vector<std::byte> column;
@@ -50,7 +52,7 @@ std::vector<std::byte> read_scales(Place& place, const MoERuntime& runtime, cons
     column.resize(count * kWord);
     const std::size_t group = first / rows, row = first % rows;
     for (std::size_t word = 0; word < words; ++word) {
-      place.read(column.data(), from + ((group * words + word) * rows + row) * kWord, count * kWord);
+      place.read(column.data(), from + ((group * words + word) * column_rows + row) * kWord, count * kWord);
       for (std::size_t i = 0; i < count * kWord; ++i)
         scales[((before + i / kWord) * words + word) * kWord + i % kWord] = column[i];
     }
@@ -68,7 +70,7 @@ Received receive(Place& place, const MoERuntime& runtime, int lane_idx) {
   const RuntimeConfig& config = runtime.config();
   const LaneBuffers& lane = runtime.lane_buffers(lane_idx);
   const bool rank_major = config.output_layout == DispatchLayout::RANK_MAJOR,
-             fp8 = config.quant.format == DispatchDataType::FP8_E4M3;
+             fp8 = config.quant.format != DispatchDataType::BF16;
   const auto num_ranks = static_cast<std::size_t>(runtime.num_ranks()),
              num_experts = static_cast<std::size_t>(runtime.num_local_experts()),
              num_entries = num_ranks * static_cast<std::size_t>(config.max_tokens_per_rank * config.num_topk);

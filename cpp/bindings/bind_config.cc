@@ -21,7 +21,8 @@ void bind_enums(nb::module_& m) {
       .value("DIRECT_SEND", CombineMode::DIRECT_SEND);
   nb::enum_<DispatchDataType>(m, "DispatchDataType")
       .value("BF16", DispatchDataType::BF16)
-      .value("FP8_E4M3", DispatchDataType::FP8_E4M3);
+      .value("FP8_E4M3", DispatchDataType::FP8_E4M3)
+      .value("MXFP8", DispatchDataType::MXFP8);
   nb::enum_<ScaleFormat>(m, "ScaleFormat").value("FLOAT32", ScaleFormat::FLOAT32).value("UE8M0", ScaleFormat::UE8M0);
   nb::enum_<ScaleLayout>(m, "ScaleLayout").value("ROW", ScaleLayout::ROW).value("COLUMN", ScaleLayout::COLUMN);
   nb::enum_<IndexType>(m, "IndexType").value("INT32", IndexType::INT32).value("INT64", IndexType::INT64);
@@ -49,6 +50,7 @@ void bind_config(nb::module_& m) {
       .def_rw("num_topk", &RuntimeConfig::num_topk)
       .def_rw("max_tokens_per_rank", &RuntimeConfig::max_tokens_per_rank)
       .def_rw("experts_per_rank", &RuntimeConfig::experts_per_rank)
+      .def_rw("placement", &RuntimeConfig::placement)
       .def_rw("mode", &RuntimeConfig::mode)
       .def_rw("output_layout", &RuntimeConfig::output_layout)
       .def_rw("combine_mode", &RuntimeConfig::combine_mode)

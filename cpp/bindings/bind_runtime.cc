@@ -176,6 +176,13 @@ void combine(GuardedRuntime& self, const LatencyCombineRequest& request) {
   });
 }
 
+void update_placement(GuardedRuntime& self, const std::vector<int>& placement, std::uintptr_t stream, bool collective) {
+  self.enter([&](MoERuntime& runtime) {
+    const ReleasedGil released;
+    runtime.update_placement(placement, reinterpret_cast<void*>(stream), collective);
+  });
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
@@ -186,6 +193,7 @@ void bind_runtime(nb::module_& m) {
       .def(nb::new_(&make_runtime), nb::arg("bootstrap"), nb::arg("config"))
       .def("dispatch", &dispatch, nb::arg("request"))
       .def("combine", &combine, nb::arg("request"))
+      .def("update_placement", &update_placement, nb::arg("placement"), nb::arg("stream"), nb::arg("collective"))
       .def_prop_ro("rank", [](const GuardedRuntime& self) { return self.facts().rank(); })
       .def_prop_ro("num_ranks", [](const GuardedRuntime& self) { return self.facts().num_ranks(); })
       .def_prop_ro("num_local_experts", [](const GuardedRuntime& self) { return self.facts().num_local_experts(); })

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <utility>
 
+#include "core/placement.hpp"
+
 namespace expertwire {
 namespace {
 
@@ -26,7 +28,7 @@ constexpr std::array<std::string_view, 3> kNames<DispatchLayout>{"EXPERT_MAJOR",
 template <>
 constexpr std::array<std::string_view, 2> kNames<CombineMode>{"RANK_LOCAL_REDUCE", "DIRECT_SEND"};
 template <>
-constexpr std::array<std::string_view, 2> kNames<DispatchDataType>{"BF16", "FP8_E4M3"};
+constexpr std::array<std::string_view, 3> kNames<DispatchDataType>{"BF16", "FP8_E4M3", "MXFP8"};
 template <>
 constexpr std::array<std::string_view, 2> kNames<ScaleFormat>{"FLOAT32", "UE8M0"};
 template <>
@@ -68,7 +70,7 @@ std::string join(const std::vector<int>& values) {
   return text + "]";
 }
 
-std::vector<int> resolve_placement(const RuntimeConfig& config, int num_ranks) {
+std::vector<int> resolve_experts_per_rank(const RuntimeConfig& config, int num_ranks) {
   const std::vector<int>& given = config.experts_per_rank;
   if (given.empty()) {
     if (config.num_experts % num_ranks != 0) {
@@ -106,8 +108,7 @@ void check_formats(const RuntimeConfig& config) {
     throw Error(ErrorCode::Unsupported,
                 "output_layout = TOKEN_MAJOR: belongs to THROUGHPUT mode, which this version does not implement");
   }
-  const bool fp8 = config.quant.format == DispatchDataType::FP8_E4M3;
-  const int multiple = fp8 ? kScaleBlock : 8;
+  const int multiple = config.quant.format == DispatchDataType::BF16 ? 8 : kScaleBlock;
   if (config.hidden_size % multiple != 0) {
     refuse("hidden_size", std::to_string(config.hidden_size),
            "must be a multiple of " + std::to_string(multiple) + " for " + to_text(config.quant.format) + " rows");
@@ -141,7 +142,8 @@ Shape make_shape(const RuntimeConfig& config, int num_ranks) {
   shape.num_topk = config.num_topk;
   shape.max_tokens_per_rank = config.max_tokens_per_rank;
   shape.max_in_flight = config.max_in_flight;
-  shape.fp8 = config.quant.format == DispatchDataType::FP8_E4M3;
+  shape.fp8 = config.quant.format != DispatchDataType::BF16;
+  if (config.quant.format == DispatchDataType::MXFP8) shape.scale_block = kMxScaleBlock;
   shape.ue8m0 = shape.fp8 && config.quant.scale_format == ScaleFormat::UE8M0;
   shape.direct_send = config.combine_mode == CombineMode::DIRECT_SEND;
   shape.mask = config.on_peer_loss == PeerLossPolicy::MASK;
@@ -156,6 +158,7 @@ std::vector<std::pair<std::string, std::string>> agreed_fields(const RuntimeConf
       {"num_topk", std::to_string(config.num_topk)},
       {"max_tokens_per_rank", std::to_string(config.max_tokens_per_rank)},
       {"experts_per_rank", config.experts_per_rank.empty() ? "even" : join(config.experts_per_rank)},
+      {"placement", config.placement.empty() ? "none" : join(config.placement)},
       {"output_layout", to_text(config.output_layout)},
       {"combine_mode", to_text(config.combine_mode)},
       {"mode", to_text(config.mode)},
@@ -193,6 +196,39 @@ std::vector<std::string> split_lines(const std::string& text) {
   return lines;
 }
 
+// What ranks agree on, and how errors speak of it.
+struct Agreement {
+  std::vector<std::string> fields;  // a line of the description each
+  const char* differ;
+  const char* failed;
+};
+
+void agree(Bootstrap& bootstrap, const Agreement& agreement, const std::string& description,
+           const std::optional<Error>& failure) {
+  std::string mine;  // one line: a digit for the code and the text of what failed, or nothing; then the description
+  if (failure) mine = std::to_string(static_cast<int>(failure->code())) + failure->what();
+  std::replace(mine.begin(), mine.end(), '\n', ' ');
+  std::vector<std::vector<std::string>> all;
+  for (const std::string& text : bootstrap.all_gather(mine + "\n" + description)) all.push_back(split_lines(text));
+  if (failure) return;  // the caller throws it
+
+  std::string differences;
+  for (std::size_t field = 0; field < agreement.fields.size(); ++field) {
+    RanksByValue ranks;
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      if (field + 1 < all[rank].size()) ranks[all[rank][field + 1]].push_back(static_cast<int>(rank));
+    }
+    if (ranks.size() > 1)
+      differences.append(differences.empty() ? "" : "; ").append(agreement.fields[field] + " is " + to_text(ranks));
+  }
+  if (!differences.empty()) throw Error(ErrorCode::InvalidArgument, agreement.differ + (": " + differences));
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty() || all[rank][0].empty()) continue;
+    throw Error(static_cast<ErrorCode>(all[rank][0][0] - '0'),
+                "rank " + std::to_string(rank) + " " + agreement.failed + ": " + all[rank][0].substr(1));
+  }
+}
+
 }  // namespace
 
 Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks) {
@@ -202,13 +238,20 @@ Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks) {
   check_formats(config);
   Problem problem;
   problem.config = config;
-  problem.config.experts_per_rank = resolve_placement(config, num_ranks);
-  if (config.quant.scale_format == ScaleFormat::UE8M0) problem.config.quant.round_scale_pow2 = true;
+  problem.config.experts_per_rank = resolve_experts_per_rank(config, num_ranks);
+  if (config.quant.format == DispatchDataType::MXFP8) problem.config.quant.scale_format = ScaleFormat::UE8M0;
+  if (problem.config.quant.scale_format == ScaleFormat::UE8M0) problem.config.quant.round_scale_pow2 = true;
   const std::vector<int>& counts = problem.config.experts_per_rank;
   problem.rank = rank;
   problem.num_ranks = num_ranks;
   problem.first_local_expert = std::accumulate(counts.begin(), counts.begin() + rank, 0);
   problem.num_local_experts = counts[static_cast<std::size_t>(rank)];
+  problem.num_logical_experts = config.num_experts;
+  if (!config.placement.empty()) {
+    problem.num_logical_experts = check_placement(config.placement, config.num_experts);
+    check_range("num_topk", config.num_topk, 1, problem.num_logical_experts, "the logical experts of placement");
+    problem.physical_of_logical = physical_experts(config.placement, counts, rank);
+  }
   problem.shape = make_shape(problem.config, num_ranks);
   const std::int64_t rows = std::int64_t{problem.shape.max_local_experts} * num_ranks * config.max_tokens_per_rank;
   if (config.output_layout == DispatchLayout::EXPERT_MAJOR)
@@ -219,6 +262,11 @@ Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks) {
   return problem;
 }
 
+std::string Problem::id_bound() const {
+  const std::string bound = physical_of_logical.empty() ? "num_experts" : "the number of logical experts";
+  return bound + " = " + std::to_string(num_logical_experts);
+}
+
 std::string describe(const RuntimeConfig& config) {
   std::string lines;
   for (const auto& field : agreed_fields(config)) lines.append(field.second).append("\n");
@@ -226,31 +274,14 @@ std::string describe(const RuntimeConfig& config) {
 }
 
 void agree_on_config(Bootstrap& bootstrap, const std::string& description, const std::optional<Error>& failure) {
-  std::string mine;  // one line: a digit for the code and the text of what failed, or nothing; then the description
-  if (failure) mine = std::to_string(static_cast<int>(failure->code())) + failure->what();
-  std::replace(mine.begin(), mine.end(), '\n', ' ');
-  std::vector<std::vector<std::string>> all;
-  for (const std::string& text : bootstrap.all_gather(mine + "\n" + description)) all.push_back(split_lines(text));
-  if (failure) return;  // the caller throws it
+  Agreement agreement{{}, "ranks were constructed with different configurations", "could not be constructed"};
+  for (const auto& field : agreed_fields({})) agreement.fields.push_back(field.first);
+  agree(bootstrap, agreement, description, failure);
+}
 
-  std::string differences;
-  const auto fields = agreed_fields({});
-  for (std::size_t field = 0; field < fields.size(); ++field) {
-    RanksByValue ranks;
-    for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      if (field + 1 < all[rank].size()) ranks[all[rank][field + 1]].push_back(static_cast<int>(rank));
-    }
-    if (ranks.size() > 1)
-      differences.append(differences.empty() ? "" : "; ").append(fields[field].first + " is " + to_text(ranks));
-  }
-  if (!differences.empty()) {
-    throw Error(ErrorCode::InvalidArgument, "ranks were constructed with different configurations: " + differences);
-  }
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty() || all[rank][0].empty()) continue;
-    throw Error(static_cast<ErrorCode>(all[rank][0][0] - '0'),
-                "rank " + std::to_string(rank) + " could not be constructed: " + all[rank][0].substr(1));
-  }
+void agree_on_placement(Bootstrap& bootstrap, const std::vector<int>& placement, const std::optional<Error>& failure) {
+  agree(bootstrap, {{"placement"}, "ranks gave different placements", "could not update the placement"},
+        failure ? std::string() : join(placement), failure);
 }
 
 }  // namespace expertwire

@@ -20,5 +20,7 @@ std::string describe(const RuntimeConfig& config);
 // Collective. `failure` is what ended this rank's part so far: with one, it only tells the others and returns. Throws if
 // another rank failed, or if ranks differ in a field, naming the field and each rank's value.
 void agree_on_config(Bootstrap& bootstrap, const std::string& description, const std::optional<Error>& failure);
+// The same for a placement that is to replace another.
+void agree_on_placement(Bootstrap& bootstrap, const std::vector<int>& placement, const std::optional<Error>& failure);
 
 }  // namespace expertwire

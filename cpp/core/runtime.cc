@@ -10,6 +10,7 @@
 
 #include "base/env.hpp"
 #include "core/config.hpp"
+#include "core/placement.hpp"
 #include "core/plan.hpp"
 #include "expertwire/moe_runtime.hpp"
 
@@ -59,6 +60,7 @@ struct MoERuntime::Impl {
   Problem problem;
   Plan plan;
   std::unique_ptr<Backend> backend;
+  std::shared_ptr<Bootstrap> bootstrap;      // with a placement: for its updates
   std::vector<std::uint64_t> lane_sequence;  // the dispatch whose output each lane holds
   std::uint64_t num_dispatches = 0;
   bool closed = false;
@@ -73,6 +75,7 @@ struct MoERuntime::Impl {
   void check_dispatch_apart(const LatencyDispatchRequest& request) const;
   void check_num_tokens(int num_tokens) const;
   void check_stream(const void* stream) const;
+  void check_update(const std::vector<int>& placement, void* stream) const;
 };
 
 void MoERuntime::Impl::check_num_tokens(int num_tokens) const {
@@ -97,7 +100,7 @@ void MoERuntime::Impl::check_dispatch(const LatencyDispatchRequest& request) con
   }
   const bool fp8 = problem.shape.fp8;
   if (request.block_scales != nullptr && !fp8)
-    refuse("block_scales: only a runtime with quant.format = FP8_E4M3 takes quantised rows");
+    refuse("block_scales: only a runtime with quant.format = FP8_E4M3 or MXFP8 takes quantised rows");
   check_present("x", request.x, request.num_tokens);
   check_present("topk_ids", request.topk_ids, request.num_tokens);
   check_aligned("x", request.x, request.block_scales != nullptr ? 1 : 2);
@@ -160,6 +163,16 @@ void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const
     refuse("expert_output is null: pass the rows or combine_input_buffer()");
 }
 
+void MoERuntime::Impl::check_update(const std::vector<int>& placement, void* stream) const {
+  check_stream(stream);
+  const int num_logical = check_placement(placement, problem.config.num_experts);
+  if (num_logical != problem.num_logical_experts) {
+    refuse("placement holds " + std::to_string(num_logical) + " logical experts: must hold " +
+           std::to_string(problem.num_logical_experts) + ", as at construction");
+  }
+  backend->check_update(stream);
+}
+
 MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config) {
   if (bootstrap == nullptr) refuse("bootstrap is null");
   std::optional<Error> failure;  // what ended this rank's part: the others are told before it is thrown
@@ -180,6 +193,7 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
   if (env().log == "info")
     std::fprintf(stderr, "expertwire rank %d: %s\n", bootstrap->rank(), impl_->plan.to_string().c_str());
   impl_->backend = make_backend(impl_->problem, impl_->plan, *bootstrap);
+  if (!config.placement.empty()) impl_->bootstrap = std::move(bootstrap);
 }
 
 MoERuntime::~MoERuntime() { close(); }
@@ -227,6 +241,22 @@ DispatchHandle MoERuntime::dispatch(const ThroughputDispatchRequest&) {
 
 void MoERuntime::combine(const ThroughputCombineRequest&) {
   throw Error(ErrorCode::Unsupported, "ThroughputCombineRequest: this version implements LATENCY mode only");
+}
+
+void MoERuntime::update_placement(const std::vector<int>& placement, void* stream, bool collective) {
+  impl_->require_open("update_placement");
+  if (impl_->bootstrap == nullptr) refuse("update_placement: only a communicator constructed with a placement has one");
+  std::optional<Error> failure;
+  try {
+    impl_->check_update(placement, stream);
+  } catch (const Error& error) {
+    failure = error;
+  }
+  if (collective) agree_on_placement(*impl_->bootstrap, placement, failure);
+  if (failure) throw *failure;
+  Problem& problem = impl_->problem;
+  impl_->backend->update_placement(physical_experts(placement, problem.config.experts_per_rank, problem.rank), stream);
+  problem.config.placement = placement;
 }
 
 int MoERuntime::rank() const noexcept { return impl_->problem.rank; }

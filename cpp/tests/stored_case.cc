@@ -31,8 +31,9 @@ QuantConfig read_quant(std::istringstream& words) {
   std::string format, scale_format, scale_layout;
   words >> format >> scale_format >> scale_layout;
   QuantConfig quant;
-  quant.format =
-      choose<DispatchDataType>(format, {{"bf16", DispatchDataType::BF16}, {"fp8_e4m3", DispatchDataType::FP8_E4M3}});
+  quant.format = choose<DispatchDataType>(
+      format,
+      {{"bf16", DispatchDataType::BF16}, {"fp8_e4m3", DispatchDataType::FP8_E4M3}, {"mxfp8", DispatchDataType::MXFP8}});
   quant.scale_format =
       choose<ScaleFormat>(scale_format, {{"float32", ScaleFormat::FLOAT32}, {"ue8m0", ScaleFormat::UE8M0}});
   quant.scale_layout = choose<ScaleLayout>(scale_layout, {{"row", ScaleLayout::ROW}, {"column", ScaleLayout::COLUMN}});
@@ -51,6 +52,8 @@ void read_field(StoredCase& stored, const std::string& key, std::istringstream& 
   std::string word;
   if (key == "experts_per_rank") {
     for (int count = 0; words >> count;) config.experts_per_rank.push_back(count);
+  } else if (key == "placement") {
+    for (int expert = 0; words >> expert;) config.placement.push_back(expert);
   } else if (key == "quant") {
     config.quant = read_quant(words);
   } else if (key == "round_scale_pow2") {

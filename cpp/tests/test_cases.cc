@@ -43,6 +43,8 @@ void every_kind_is_there() {
   }
   check(some([](const StoredCase& stored) { return stored.name.starts_with("ids-empty-experts"); }), "empty experts");
   check(some([](const StoredCase& stored) { return stored.name.starts_with("ids-zipf"); }), "uneven routing");
+  check(some([](const StoredCase& stored) { return !stored.config.placement.empty(); }), "logical experts");
+  check(some([](const StoredCase& stored) { return stored.config.quant.format == DispatchDataType::MXFP8; }), "MXFP8");
 }
 
 void differences_are_seen() {
@@ -64,7 +66,7 @@ void differences_are_seen() {
 
 bool reference_knows(const StoredCase& stored) {
   const QuantConfig& quant = stored.config.quant;
-  bool known = !quant.round_scale_pow2 && quant.scale_format == ScaleFormat::FLOAT32;
+  bool known = !quant.round_scale_pow2 && quant.scale_format == ScaleFormat::FLOAT32 && stored.config.placement.empty();
   for (int rank = 0; rank < stored.num_ranks; ++rank) {
     known = known && stored.find(rank, "weights") != nullptr && stored.find(rank, "block_scales") == nullptr &&
             stored.get(rank, "topk_ids").dtype == "int64";

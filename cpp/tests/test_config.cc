@@ -91,7 +91,7 @@ void numbers_that_name_nothing() {
       out_of_range(&RuntimeConfig::output_layout, 3, "output_layout = 3: must be one of EXPERT_MAJOR RANK_MAJOR"),
       out_of_range(&RuntimeConfig::combine_mode, 99, "combine_mode = 99: must be one of RANK_LOCAL_REDUCE DIRECT_SEND"),
       out_of_range(&RuntimeConfig::on_peer_loss, 2, "on_peer_loss = 2: must be one of RAISE MASK"),
-      {[](auto& c) { c.quant.format = static_cast<DispatchDataType>(2); }, "quant.format = 2: must be one of BF16"},
+      {[](auto& c) { c.quant.format = static_cast<DispatchDataType>(3); }, "quant.format = 3: must be one of BF16"},
       {[](auto& c) { c.quant.scale_format = static_cast<ScaleFormat>(7); }, "quant.scale_format = 7"},
       {[](auto& c) { c.quant.scale_layout = static_cast<ScaleLayout>(-5); }, "quant.scale_layout = -5"},
       {[](auto& c) { c.device.type = static_cast<DeviceType>(2); }, "device.type = 2: must be one of CPU CUDA"},
@@ -104,7 +104,15 @@ void formats() {
       {[](auto& c) { c.output_layout = DispatchLayout::TOKEN_MAJOR; }, "TOKEN_MAJOR", ErrorCode::Unsupported},
       {[](auto& c) { c.hidden_size = 136, c.quant.format = DispatchDataType::FP8_E4M3; },
        "hidden_size = 136: must be a multiple of 128 for FP8_E4M3 rows"},
+      {[](auto& c) { c.hidden_size = 160, c.quant.format = DispatchDataType::MXFP8; },
+       "hidden_size = 160: must be a multiple of 128 for MXFP8 rows"},
   });
+  RuntimeConfig config = valid();
+  config.quant.format = DispatchDataType::MXFP8;
+  const Problem problem = make_problem(config, 0, kNumRanks);
+  check(problem.config.quant.scale_format == ScaleFormat::UE8M0 && problem.config.quant.round_scale_pow2,
+        "MXFP8 implies UE8M0");
+  check_equal(num_scales(problem.shape), 1);
 }
 
 void placement() {
@@ -141,6 +149,30 @@ void largest_sizes() {
   check(static_cast<double>(largest.memory.outputs) >= bytes, "output bytes wrapped around");
 }
 
+void logical_experts() {
+  check_refusals({
+      {[](auto& c) { c.placement = {0, 1, 2}; }, "placement has 3 entries: must be one logical expert, or -1 for none"},
+      {[](auto& c) { c.placement = {0, 1, 2, 3, 4, 5, 6, 8}; }, "placement[7] = 8: must be one logical expert"},
+      {[](auto& c) { c.placement = {0, 1, 2, -2, 4, 5, 6, 7}; }, "placement[3] = -2"},
+      {[](auto& c) { c.placement = {0, 1, 2, 2, 4, 5, 6, 7}; }, "holds logical expert 7 but not 3"},
+      {[](auto& c) { c.placement.assign(8, -1); }, "placement holds no expert"},
+      {[](auto& c) { c.placement.assign(8, 0); },
+       "num_topk = 2: must be between 1 and the logical experts of placement"},
+  });
+  RuntimeConfig config = valid();
+  config.experts_per_rank = {3, 0, 4, 1};
+  config.placement = {0, 0, 1, 2, -1, 1, 2, 2};
+  const std::vector<std::vector<i32>> wanted = {{0, 2, 3}, {0, 2, 6}, {1, 5, 3}, {0, 5, 7}};
+  for (int rank = 0; rank < kNumRanks; ++rank) {
+    const Problem problem = make_problem(config, rank, kNumRanks);
+    check_equal(problem.num_logical_experts, 3);
+    check(problem.physical_of_logical == wanted[static_cast<std::size_t>(rank)],
+          "rank " + std::to_string(rank) + " chooses other copies");
+  }
+  check_equal(make_problem(valid(), 0, kNumRanks).num_logical_experts, 8);
+  check(make_problem(valid(), 0, kNumRanks).physical_of_logical.empty(), "a table without a placement");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -149,5 +181,6 @@ int main(int argc, char** argv) {
                     {"numbers_that_name_nothing", numbers_that_name_nothing},
                     {"formats", formats},
                     {"placement", placement},
+                    {"logical_experts", logical_experts},
                     {"largest_sizes", largest_sizes}});
 }

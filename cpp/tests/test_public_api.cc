@@ -121,6 +121,42 @@ void a_bootstrap_is_needed() {
   check_throws(ErrorCode::InvalidArgument, "bootstrap is null", [] { MoERuntime(nullptr, make_config()); });
 }
 
+// Rows that a token of each rank for logical expert 0 gives the local experts of this rank.
+std::vector<int> rows_of_expert_0(MoERuntime& runtime) {
+  const std::vector<std::uint16_t> x(128, 0x3F80);
+  const std::vector<std::int64_t> ids{0, -1, -1};
+  LatencyDispatchRequest request;
+  request.x = x.data();
+  request.topk_ids = ids.data();
+  request.num_tokens = 1;
+  const int* counts = runtime.lane_buffers(runtime.dispatch(request).lane()).num_tokens_per_expert;
+  return {counts, counts + runtime.num_local_experts()};
+}
+
+void placements_are_replaced() {
+  by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
+    RuntimeConfig config = make_config();
+    config.placement = {0, 1, 2, 3, 4, 5, 0, -1};
+    MoERuntime runtime(bootstrap, config);
+    const bool first = runtime.rank() == 0;
+    check(rows_of_expert_0(runtime) == (first ? std::vector<int>{1, 0, 0, 0} : std::vector<int>{0, 0, 1, 0}), "before");
+    check_throws(ErrorCode::InvalidArgument, "placement",
+                 [&] { runtime.update_placement(first ? std::vector<int>{0} : config.placement); });
+    check_throws(ErrorCode::InvalidArgument, "holds 1 logical experts: must hold 6",
+                 [&] { runtime.update_placement(std::vector<int>(8, 0), nullptr, false); });
+    check(rows_of_expert_0(runtime) == (first ? std::vector<int>{1, 0, 0, 0} : std::vector<int>{0, 0, 1, 0}), "after");
+    const std::vector<int> moved{5, 4, 3, 0, 2, 1, -1, -1};
+    runtime.update_placement(moved);
+    check(runtime.config().placement == moved, "the configuration has the old placement");
+    check(rows_of_expert_0(runtime) == (first ? std::vector<int>{0, 0, 0, 2} : std::vector<int>(4, 0)), "moved");
+  });
+  by_threads(1, [](const std::shared_ptr<Bootstrap>& bootstrap) {
+    MoERuntime runtime(bootstrap, make_config());
+    check_throws(ErrorCode::InvalidArgument, "only a communicator constructed with a placement has one",
+                 [&] { runtime.update_placement({0, 1, 2, 3, 4, 5, 6, 7}); });
+  });
+}
+
 // Nothing of it reaches the peers.
 void throughput_requests_are_refused() {
   by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
@@ -148,5 +184,6 @@ int main(int argc, char** argv) {
                     {"wrong_configurations_are_refused_on_every_rank", wrong_configurations_are_refused_on_every_rank},
                     {"one_wrong_rank_is_told_to_all", one_wrong_rank_is_told_to_all},
                     {"a_bootstrap_is_needed", a_bootstrap_is_needed},
+                    {"placements_are_replaced", placements_are_replaced},
                     {"throughput_requests_are_refused", throughput_requests_are_refused}});
 }

@@ -98,17 +98,20 @@ std::uint8_t nearest_e4m3(float value) {
 struct Quantized {
   std::vector<std::uint8_t> q;
   std::vector<float> scales;
-  std::vector<std::uint8_t> exponents;  // UE8M0, filled up to a multiple of four
+  std::vector<std::uint8_t> exponents;  // UE8M0 and MX, filled up to a multiple of four
   bool operator==(const Quantized&) const = default;
 };
 
+std::size_t block_of(ScaleRule rule) { return rule == ScaleRule::MX ? 32 : 128; }
+bool packs_bytes(ScaleRule rule) { return rule == ScaleRule::UE8M0 || rule == ScaleRule::MX; }
+
 Quantized reference_quantize(const Row& x, ScaleRule rule) {
   Quantized out;
-  for (std::size_t start = 0; start < x.size(); start += 128) {
+  const std::size_t block = block_of(rule);
+  for (std::size_t start = 0; start < x.size(); start += block) {
     double largest = 1e-4f;
-    for (std::size_t i = start; i < start + 128; ++i) {
-      const double magnitude = std::fabs(bf16_value(x[i]));
-      if (magnitude > largest) largest = magnitude;
+    for (std::size_t i = start; i < start + block; ++i) {
+      largest = std::fmax(largest, std::fabs(bf16_value(x[i])));  // a NaN is passed over
     }
     const volatile auto amax = static_cast<float>(std::fmin(largest, bf16_value(0x7f7f)));
     float scale = amax / 448.0f;
@@ -121,15 +124,14 @@ Quantized reference_quantize(const Row& x, ScaleRule rule) {
       out.exponents.push_back(static_cast<std::uint8_t>(exponent + 127));
     }
     out.scales.push_back(scale);
-    for (std::size_t i = start; i < start + 128; ++i) {
+    for (std::size_t i = start; i < start + block; ++i) {
       const volatile float product = static_cast<float>(bf16_value(x[i])) * factor;
       const bool negative_nan = std::isnan(product) && (x[i] & 0x8000) != 0;
       out.q.push_back(negative_nan ? 0xff : std::isnan(product) ? 0x7f : nearest_e4m3(product));
     }
   }
   while (out.exponents.size() % 4 != 0) out.exponents.push_back(127);
-  if (rule == ScaleRule::UE8M0) out.scales.clear();
-  if (rule != ScaleRule::UE8M0) out.exponents.clear();
+  packs_bytes(rule) ? out.scales.clear() : out.exponents.clear();
   return out;
 }
 
@@ -147,8 +149,8 @@ Row run_reduce(const RowOps& ops, const std::vector<Row>& rows, const float* wei
 }
 
 Quantized run_quantize(const RowOps& ops, const Row& x, ScaleRule rule) {
-  const std::size_t num_blocks = x.size() / 128;
-  const std::size_t scale_bytes = rule == ScaleRule::UE8M0 ? (num_blocks + 3) / 4 * 4 : num_blocks * 4;
+  const std::size_t num_blocks = x.size() / block_of(rule);
+  const std::size_t scale_bytes = packs_bytes(rule) ? (num_blocks + 3) / 4 * 4 : num_blocks * 4;
   std::vector<std::uint8_t> q(x.size() + 2, 0xa5);
   std::vector<std::uint8_t> scales(scale_bytes + 8, 0xa5);
   ops.quantize(x.data(), static_cast<int>(x.size()), rule, q.data() + 1, scales.data() + 4);
@@ -158,7 +160,7 @@ Quantized run_quantize(const RowOps& ops, const Row& x, ScaleRule rule) {
           std::string(ops.name) + ": quantize: scales overrun");
   Quantized out;
   out.q.assign(q.begin() + 1, q.end() - 1);
-  if (rule == ScaleRule::UE8M0) {
+  if (packs_bytes(rule)) {
     out.exponents.assign(scales.begin() + 4, scales.end() - 4);
   } else {
     out.scales.resize(num_blocks);
@@ -183,7 +185,7 @@ void check_reduce(const std::vector<Row>& rows, const float* weights, std::size_
 }
 
 void check_quantize(const Row& x, const std::string& what, const Location& where = Location::current()) {
-  for (const ScaleRule rule : {ScaleRule::FLOAT32, ScaleRule::POW2, ScaleRule::UE8M0}) {
+  for (const ScaleRule rule : {ScaleRule::FLOAT32, ScaleRule::POW2, ScaleRule::UE8M0, ScaleRule::MX}) {
     const Quantized wanted = reference_quantize(x, rule);
     for (const RowOps* ops : all_row_ops()) {
       const Quantized got = run_quantize(*ops, x, rule);

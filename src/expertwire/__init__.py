@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from expertwire._core import DispatchHandle
     from expertwire.communicator import MoECommunicator
     from expertwire.groups import Group, local_group, spawn
+    from expertwire.placement import place_experts
 
 _LAZY = {
     "DispatchHandle": "expertwire._core",
     "Group": "expertwire.groups",
     "MoECommunicator": "expertwire.communicator",
     "local_group": "expertwire.groups",
+    "place_experts": "expertwire.placement",
     "spawn": "expertwire.groups",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "local_group",
+    "place_experts",
     "spawn",
 ]
 

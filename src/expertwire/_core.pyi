@@ -83,6 +83,8 @@ class DispatchDataType(enum.Enum):
 
     FP8_E4M3 = 1
 
+    MXFP8 = 2
+
 class ScaleFormat(enum.Enum):
     FLOAT32 = 0
 
@@ -182,6 +184,12 @@ class RuntimeConfig:
 
     @experts_per_rank.setter
     def experts_per_rank(self, arg: Sequence[int], /) -> None: ...
+
+    @property
+    def placement(self) -> list[int]: ...
+
+    @placement.setter
+    def placement(self, arg: Sequence[int], /) -> None: ...
 
     @property
     def mode(self) -> MoEMode: ...
@@ -476,6 +484,8 @@ class MoERuntime:
     def dispatch(self, request: LatencyDispatchRequest) -> DispatchHandle: ...
 
     def combine(self, request: LatencyCombineRequest) -> None: ...
+
+    def update_placement(self, placement: Sequence[int], stream: int, collective: bool) -> None: ...
 
     @property
     def rank(self) -> int: ...

@@ -71,7 +71,7 @@ def run(
     max_tokens_per_rank: Annotated[int, _ranks("Most tokens of a rank in a step.")] = 128,
     layout: Annotated[str, _ranks("expert-major, rank-major.")] = "expert-major",
     combine_mode: Annotated[str, _ranks("rank-local-reduce, direct-send.")] = "rank-local-reduce",
-    dispatch_dtype: Annotated[str, _ranks("bf16, fp8-e4m3.")] = "bf16",
+    dispatch_dtype: Annotated[str, _ranks("bf16, fp8-e4m3, mxfp8.")] = "bf16",
     timeout: Annotated[float, _ranks("Longest wait for a rank, seconds.")] = 100.0,
     check: Annotated[bool, typer.Option(help="Hold every bit against the single-process reference.")] = True,
     save_trace: Annotated[Path | None, typer.Option(help="Write the routing of every token (npz).")] = None,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
 from expertwire import _core
 from expertwire.arguments import ArgumentReader
-from expertwire.config import resolved, to_core
+from expertwire.config import parse_bool, parse_placement, resolved, to_core
 from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
 from expertwire.groups import Group
 from expertwire.interop.arrays import ArrayAdapter, adapter_of
-from expertwire.interop.cuda import stream_address
+from expertwire.interop.cuda import current_stream, stream_address
 from expertwire.lanes import lane_outputs, lane_shapes
 from expertwire.nvrtc import use_installed_nvrtc
 from expertwire.types import (
@@ -81,7 +82,8 @@ class MoECommunicator:
 
         Args:
             x: [T, H] bfloat16; float8_e4m3fn when ``quant`` carries block scales. 0 <= T <= M.
-            topk_ids: [T, K] int32 or int64, global expert ids; negative: this slot selects nothing.
+            topk_ids: [T, K] int32 or int64, global expert ids (with a placement: logical ones); negative: this slot
+                selects nothing.
             weights: [T, K] float32; ``None``: 1 everywhere.
             quant: carries ``block_scales`` of rows that the caller has quantised: [T, S] float32 or, for UE8M0,
                 [T, ceil(S / 4)] int32. Its other fields are not looked at: the communicator's hold.
@@ -157,6 +159,37 @@ class MoECommunicator:
         runtime.combine(request)
         return out
 
+    def update_placement(
+        self, placement: Sequence[int], *, stream: object | None = None, collective: bool = True
+    ) -> None:
+        """Replaces the placement of a communicator that was made with one. Collective.
+
+        Every rank calls it at the same place in the order of operations. Dispatches after it go by the new placement;
+        those before it, and their combines, by theirs, also when they are still under way. Moving the weights of
+        experts is the caller's. Nothing is allocated, and kernels and captured graphs stay as they are.
+
+        Args:
+            placement: [E]: the logical expert that each physical one holds, or -1 for none; every logical expert from 0
+                to G - 1 at least once, with the G of construction.
+            stream: CUDA only: where in the order of work the table is replaced, instead of the current stream of torch,
+                or else CuPy. The call waits for the work that it holds. Dispatches of this communicator follow on any
+                stream; replayed graphs if they do on this.
+            collective: ``False`` exchanges nothing and replaces this rank's table alone; that all who go on give the
+                same one is then up to the caller. For those who are left when a rank was lost.
+
+        Raises:
+            InvalidArgumentError: the placement is wrong on some rank, or ranks gave different ones; every rank is told,
+                and the old placement stays. Also: made without a placement; a stream that is being captured.
+            PeerLostError: a rank did not take part in time.
+        """
+        runtime = self._open_runtime("update_placement")
+        table, together = parse_placement(placement), parse_bool(collective, "collective")
+        asked = self._asked_stream(stream)
+        if self._on_cuda and asked is None:
+            asked = current_stream(self._device)
+        runtime.update_placement(table, asked or 0, together)
+        self._config = replace(self._config, placement=tuple(table))
+
     def get_dispatch_output_buffer(self, framework: str = "numpy") -> Array:
         """The tokens buffer of the lane that the next dispatch uses: [L, R*M, H] or [R*M, H].
 
@@ -178,7 +211,10 @@ class MoECommunicator:
         return adapter.renew(self._lanes(runtime, adapter)[self._last_lane]).combine_input_buffer
 
     def stats(self) -> MoEStats:
-        """Calls, bytes and waiting times so far."""
+        """Calls, bytes, rows of each expert and waiting times so far: what load balancers read.
+
+        On CUDA it waits for a copy of the counters, which may count an operation under way in part.
+        """
         stats = self._open_runtime("stats").stats()
         return MoEStats(
             dispatch_calls=stats.dispatch_calls,

@@ -107,16 +107,24 @@ def _parse_num_blocks(value: object) -> tuple[int, int]:
     raise InvalidArgumentError(f"num_blocks = {value!r}: must be None, an integer >= 1 or a pair of them")
 
 
-def _parse_experts(value: Any) -> list[int]:
-    if value is None:
-        return []
+def parse_ints(value: Any, name: str, what: str) -> list[int]:
+    """A list of ints, at least one; ``what`` says what they are. Raises InvalidArgumentError."""
     try:
-        counts = list(value)
+        numbers = list(value)
     except TypeError:
-        raise InvalidArgumentError(f"experts_per_rank = {value!r}: must be None or one count for each rank") from None
-    if not counts:
-        raise InvalidArgumentError("experts_per_rank = []: must be None or one count for each rank")
-    return [parse_int(count, "experts_per_rank") for count in counts]
+        raise InvalidArgumentError(f"{name} = {value!r}: must be {what}") from None
+    if not numbers:
+        raise InvalidArgumentError(f"{name} = []: must be {what}")
+    return [parse_int(number, name) for number in numbers]
+
+
+def parse_placement(value: Any) -> list[int]:
+    """A placement as the core takes it. Raises InvalidArgumentError."""
+    return parse_ints(value, "placement", "one logical expert, or -1, for each physical expert")
+
+
+def _parse_experts(value: Any) -> list[int]:
+    return [] if value is None else parse_ints(value, "experts_per_rank", "None or one count for each rank")
 
 
 def _core_quant(quant: object) -> _core.QuantConfig:
@@ -143,6 +151,7 @@ def to_core(config: MoECommunicatorConfig, group_device: str) -> _core.RuntimeCo
     for name in _INT_FIELDS:
         setattr(made, name, parse_int(getattr(config, name), name))
     made.experts_per_rank = _parse_experts(config.experts_per_rank)
+    made.placement = [] if config.placement is None else parse_placement(config.placement)
     made.mode = core_enum(parse_enum(MoEMode, config.mode, "mode"))
     made.output_layout = core_enum(parse_enum(DispatchLayout, config.output_layout, "output_layout"))
     made.combine_mode = core_enum(parse_enum(CombineMode, config.combine_mode, "combine_mode"))
@@ -164,6 +173,7 @@ def resolved(config: MoECommunicatorConfig, core: _core.RuntimeConfig) -> MoECom
         num_topk=core.num_topk,
         max_tokens_per_rank=core.max_tokens_per_rank,
         experts_per_rank=tuple(core.experts_per_rank),
+        placement=tuple(core.placement) or None,
         mode=MoEMode[core.mode.name],
         output_layout=DispatchLayout[core.output_layout.name],
         combine_mode=CombineMode[core.combine_mode.name],

@@ -8,7 +8,6 @@ from expertwire import _core
 from expertwire.interop.arrays import ArrayAdapter, num_bytes
 from expertwire.interop.cuda import DeviceMemory
 from expertwire.types import (
-    SCALE_BLOCK,
     Array,
     CombineMode,
     DispatchDataType,
@@ -16,7 +15,6 @@ from expertwire.types import (
     DispatchLayoutInfo,
     DispatchOutput,
     MoECommunicatorConfig,
-    ScaleFormat,
     ScaleLayout,
 )
 
@@ -46,15 +44,15 @@ def lane_shapes(config: MoECommunicatorConfig, num_ranks: int, num_local_experts
     expert_major = config.output_layout is DispatchLayout.EXPERT_MAJOR
     leading = (num_local_experts, rows) if expert_major else (rows,)
     slots = (config.num_topk,) if not expert_major and config.combine_mode is CombineMode.DIRECT_SEND else ()
-    fp8 = config.quant.format is DispatchDataType.FP8_E4M3
-    ue8m0 = config.quant.scale_format is ScaleFormat.UE8M0
-    blocks = config.hidden_size // SCALE_BLOCK if fp8 else 0
+    fp8 = config.quant.format is not DispatchDataType.BF16
+    packed = config.quant.packs_exponents
+    blocks = config.hidden_size // config.quant.scale_block if fp8 else 0
     return LaneShapes(
         tokens=(*leading, config.hidden_size),
         tokens_dtype="float8_e4m3fn" if fp8 else "bfloat16",
         expert_output=(*leading, *slots, config.hidden_size),
-        num_scales=(blocks + 3) // 4 if ue8m0 else blocks,
-        scales_dtype="int32" if ue8m0 else "float32",
+        num_scales=(blocks + 3) // 4 if packed else blocks,
+        scales_dtype="int32" if packed else "float32",
     )
 
 
@@ -99,8 +97,12 @@ class _LaneViews:
         )
 
     def scales(self, config: MoECommunicatorConfig, shapes: LaneShapes) -> Array:
-        """Block scales [..., rows, S]; for COLUMN a view with token stride 1 of memory that is [..., S, rows]."""
+        """Block scales [..., rows, S]; for COLUMN a view with token stride 1 of memory that is [..., S, stride].
+
+        The stride is a multiple of 16 bytes, as TMA wants it, by which grouped GEMMs read scales.
+        """
         *experts, rows, _ = shapes.tokens
         if config.quant.scale_layout is ScaleLayout.ROW:
             return self.view("scales", (*experts, rows, shapes.num_scales), shapes.scales_dtype)
-        return self.view("scales", (*experts, shapes.num_scales, rows), shapes.scales_dtype).swapaxes(-1, -2)
+        columns = self.view("scales", (*experts, shapes.num_scales, -(-rows // 4) * 4), shapes.scales_dtype)
+        return columns[..., :rows].swapaxes(-1, -2)

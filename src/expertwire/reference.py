@@ -2,8 +2,8 @@
 
 Every backend is held against this file bit for bit (sign and payload of NaN aside). There is no communication here: the
 inputs of all ranks go in and the outputs of all ranks come out, so each rule can be read where it is applied. Symbols
-as in :mod:`expertwire.types`. Ids outside [0, E) and, of an expert that a token names twice, the later entries select
-nothing; the CPU backend refuses such ids instead.
+as in :mod:`expertwire.types`. Ids outside [0, E), or with a placement [0, G), and, of an expert that a token names
+twice, the later entries select nothing; the CPU backend refuses such ids instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from expertwire.types import (
     FP8_E4M3_MAX,
     FP8_MIN_AMAX,
-    SCALE_BLOCK,
     CombineMode,
     DispatchDataType,
     DispatchLayout,
@@ -27,7 +26,6 @@ from expertwire.types import (
     DispatchOutput,
     MoECommunicatorConfig,
     QuantConfig,
-    ScaleFormat,
     ScaleLayout,
 )
 
@@ -45,7 +43,7 @@ class RankInput:
 
     Attributes:
         x: bfloat16 [T, H]; float8_e4m3fn [T, H] if ``block_scales`` is given.
-        topk_ids: int32 or int64 [T, K], global expert ids; negative selects nothing.
+        topk_ids: int32 or int64 [T, K], global expert ids, logical ones with a placement; negative selects nothing.
         weights: float32 [T, K]; ``None`` is 1 everywhere.
         block_scales: rows are quantised already: float32 [T, S], or int32 [T, ceil(S / 4)] for UE8M0.
     """
@@ -68,28 +66,64 @@ def experts_of_ranks(config: MoECommunicatorConfig, num_ranks: int) -> list[rang
 def selected_ids(config: MoECommunicatorConfig, topk_ids: Numpy) -> Numpy:
     """Return ``topk_ids`` as int64 [T, K] with -1 in every slot that selects nothing."""
     ids = topk_ids.astype(np.int64)
-    ids[(ids < 0) | (ids >= config.num_experts)] = -1
+    num_logical = config.num_experts if config.placement is None else max(config.placement) + 1
+    ids[(ids < 0) | (ids >= num_logical)] = -1
     for k in range(1, config.num_topk):
         ids[(ids[:, :k] == ids[:, k : k + 1]).any(axis=1), k] = -1
     return ids
 
 
+def physical_experts(placement: Sequence[int], experts_per_rank: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the physical expert that a rank sends the tokens of each logical one to, [G].
+
+    A rank that holds copies of an expert uses the first of its own. The other ranks take all copies in turn: the i-th
+    of them, ascending, uses copy i modulo their number, ascending.
+
+    Args:
+        placement: [E].
+        experts_per_rank: [R].
+        rank: the one that sends.
+    """
+    rank_of = [owner for owner, count in enumerate(experts_per_rank) for _ in range(count)]
+    copies: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for physical, logical in enumerate(placement):
+        if logical >= 0:
+            copies[logical].append(physical)
+    chosen = []
+    for of_expert in copies:
+        own = [physical for physical in of_expert if rank_of[physical] == rank]
+        holders = {rank_of[physical] for physical in of_expert}
+        turn = sum(other not in holders for other in range(rank))
+        chosen.append(own[0] if own else of_expert[turn % len(of_expert)])
+    return tuple(chosen)
+
+
+def chosen_experts(config: MoECommunicatorConfig, topk_ids: Numpy, rank: int, num_ranks: int) -> Numpy:
+    """Return the physical experts that ``topk_ids`` of a rank choose, int64 [T, K], with -1 for none."""
+    ids = selected_ids(config, topk_ids)
+    if config.placement is None:
+        return ids
+    counts = [len(experts) for experts in experts_of_ranks(config, num_ranks)]
+    table = np.array(physical_experts(config.placement, counts, rank), np.int64)
+    return np.where(ids < 0, -1, table[ids])
+
+
 def quantize(x: Numpy, quant: QuantConfig) -> tuple[Numpy, Numpy]:
-    """Quantise bfloat16 [..., H] in blocks of 128 and return (float8_e4m3fn [..., H], scales).
+    """Quantise bfloat16 [..., H] in blocks of 128 (MXFP8: 32) and return (float8_e4m3fn [..., H], scales).
 
     The scales are float32 [..., S], or int32 [..., ceil(S / 4)] with four exponent bytes each for UE8M0.
     """
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // SCALE_BLOCK, SCALE_BLOCK)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // quant.scale_block, quant.scale_block)
     magnitude = np.where(np.isnan(blocks), np.float32(0), np.abs(blocks)).max(axis=-1)
     amax = np.clip(magnitude, np.float32(FP8_MIN_AMAX), np.float32(_BF16_MAX))
     scales, factors = amax / np.float32(FP8_E4M3_MAX), np.float32(FP8_E4M3_MAX) / amax
-    if quant.round_scale_pow2 or quant.scale_format is ScaleFormat.UE8M0:
+    if quant.round_scale_pow2 or quant.packs_exponents:
         bits = scales.view(np.uint32)
         biased = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # scales are positive and normal, the next power of two is too
         scales, factors = (biased << 23).view(np.float32), ((254 - biased) << 23).view(np.float32)
     scaled = np.clip(blocks * factors[..., None], np.float32(-FP8_E4M3_MAX), np.float32(FP8_E4M3_MAX))  # NaN passes
     q = scaled.astype(FP8).reshape(x.shape)
-    if quant.scale_format is ScaleFormat.UE8M0:
+    if quant.packs_exponents:
         return q, _pack_exponents((scales.view(np.uint32) >> 23).astype(np.uint8))
     return q, scales
 
@@ -102,11 +136,11 @@ def _pack_exponents(exponents: Numpy) -> Numpy:
 
 def dequantize(q: Numpy, scales: Numpy, quant: QuantConfig) -> Numpy:
     """Return float8_e4m3fn [..., H] times its scales (as :func:`quantize` returns them) as float32 [..., H]."""
-    num_blocks = q.shape[-1] // SCALE_BLOCK
-    if quant.scale_format is ScaleFormat.UE8M0:
+    num_blocks = q.shape[-1] // quant.scale_block
+    if quant.packs_exponents:
         exponents = np.ascontiguousarray(scales).view(np.uint8)[..., :num_blocks]
         scales = (exponents.astype(np.uint32) << 23).view(np.float32)
-    blocks = q.astype(np.float32).reshape(*q.shape[:-1], num_blocks, SCALE_BLOCK)
+    blocks = q.astype(np.float32).reshape(*q.shape[:-1], num_blocks, quant.scale_block)
     with np.errstate(over="ignore"):  # 448 times a scale that was rounded up can exceed float32
         return (blocks * scales[..., None]).reshape(q.shape)
 
@@ -155,17 +189,17 @@ class _Sent:
     weights: Numpy
 
 
-def _send(config: MoECommunicatorConfig, given: RankInput) -> _Sent:
+def _send(config: MoECommunicatorConfig, given: RankInput, rank: int, num_ranks: int) -> _Sent:
     payload, scales = given.x, given.block_scales
-    if config.quant.format is DispatchDataType.FP8_E4M3 and scales is None:
+    if config.quant.format is not DispatchDataType.BF16 and scales is None:
         payload, scales = quantize(payload, config.quant)
     weights = np.ones(given.topk_ids.shape, np.float32) if given.weights is None else given.weights
-    return _Sent(payload, scales, selected_ids(config, given.topk_ids), weights)
+    return _Sent(payload, scales, chosen_experts(config, given.topk_ids, rank, num_ranks), weights)
 
 
 def dispatch(config: MoECommunicatorConfig, inputs: Sequence[RankInput]) -> list[DispatchOutput]:
     """Return what each rank receives when rank s brings ``inputs[s]``. Rows beyond the counts are zero."""
-    sent = [_send(config, given) for given in inputs]
+    sent = [_send(config, given, rank, len(inputs)) for rank, given in enumerate(inputs)]
     return [_receive(config, sent, experts) for experts in experts_of_ranks(config, len(inputs))]
 
 
@@ -244,7 +278,7 @@ def combine(
     """
     if weights is not None:
         inputs = [own if new is None else replace(own, weights=new) for own, new in zip(inputs, weights, strict=True)]
-    ids = [selected_ids(config, given.topk_ids) for given in inputs]
+    ids = [chosen_experts(config, given.topk_ids, rank, len(inputs)) for rank, given in enumerate(inputs)]
     terms: list[list[dict[int, _Term]]] = [[{} for _ in own] for own in ids]  # [source][token][slot]
     for rank, experts in enumerate(experts_of_ranks(config, len(inputs))):
         for run in _runs(config, ids, experts):

@@ -1,8 +1,8 @@
 """Enums and dataclasses of the public API. Plain values: importing this module does no work and needs no backend.
 
 Symbols used in every docstring of the package: R ranks, E global experts, L experts on this rank, T tokens of this
-rank in this call, M ``max_tokens_per_rank``, H ``hidden_size``, K ``num_topk``, S = H / 128 scale blocks, F
-``max_in_flight``.
+rank in this call, M ``max_tokens_per_rank``, H ``hidden_size``, K ``num_topk``, S = H / 128 scale blocks (MXFP8:
+H / 32), F ``max_in_flight``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ Array = Any
 
 #: Hidden elements that share one FP8 scale.
 SCALE_BLOCK = 128
+#: The same of MXFP8.
+MX_SCALE_BLOCK = 32
 #: Largest finite float8_e4m3fn; the value to which a block's largest element is scaled.
 FP8_E4M3_MAX = 448.0
 #: Smallest block maximum; keeps the scale of an all-zero block finite and normal.
@@ -47,21 +49,25 @@ class CombineMode(Enum):
 
 
 class DispatchDataType(Enum):
-    """Payload format of dispatched rows. Combine is BF16 always."""
+    """Payload format of dispatched rows. Combine is BF16 always.
+
+    ``FP8_E4M3``: a scale for each 128 elements. ``MXFP8``: E4M3 with a UE8M0 scale for each 32.
+    """
 
     BF16 = "bf16"
     FP8_E4M3 = "fp8_e4m3"
+    MXFP8 = "mxfp8"
 
 
 class ScaleFormat(Enum):
-    """Format of FP8 block scales: one float32, or one biased exponent byte with four packed in an int32."""
+    """Format of block scales: one float32, or one biased exponent byte with four packed in an int32."""
 
     FLOAT32 = "float32"
     UE8M0 = "ue8m0"
 
 
 class ScaleLayout(Enum):
-    """Memory order of FP8 block scales; ``COLUMN`` has token stride 1."""
+    """Memory order of block scales; ``COLUMN`` has token stride 1."""
 
     ROW = "row"
     COLUMN = "column"
@@ -84,7 +90,7 @@ class QuantConfig:
     Attributes:
         format: payload of the rows.
         round_scale_pow2: round each scale up to a power of two before quantising.
-        scale_format: ``UE8M0`` implies ``round_scale_pow2``.
+        scale_format: ``UE8M0`` implies ``round_scale_pow2``, and is implied by ``MXFP8``.
         scale_layout: memory order of the scales that dispatch returns.
         block_scales: FLOAT32: float32 [..., S]; UE8M0: int32 [..., ceil(S / 4)].
     """
@@ -95,17 +101,30 @@ class QuantConfig:
     scale_layout: ScaleLayout = ScaleLayout.ROW
     block_scales: Array | None = field(default=None, compare=False)
 
+    @property
+    def scale_block(self) -> int:
+        """Elements that share a scale."""
+        return MX_SCALE_BLOCK if self.format is DispatchDataType.MXFP8 else SCALE_BLOCK
+
+    @property
+    def packs_exponents(self) -> bool:
+        """Scales are exponent bytes, four in an int32."""
+        return self.format is DispatchDataType.MXFP8 or self.scale_format is ScaleFormat.UE8M0
+
 
 @dataclass(frozen=True)
 class MoECommunicatorConfig:
     """Everything that describes a communicator but its group. Equal on all ranks, else construction fails.
 
     Attributes:
-        num_experts: E, global experts.
-        hidden_size: H, elements of a row; a multiple of 8 (BF16) or 128 (FP8_E4M3).
+        num_experts: E, global experts; with a placement the physical ones.
+        hidden_size: H, elements of a row; a multiple of 8 (BF16) or 128 (FP8_E4M3, MXFP8).
         num_topk: K, experts a token chooses; at most ``min(E, 32)``.
         max_tokens_per_rank: M, most tokens one rank brings to one call.
         experts_per_rank: experts of each rank in order, zero allowed; ``None`` splits E evenly over R.
+        placement: ``None``: ``topk_ids`` choose among the E experts. Else [E], the logical expert that each of the E
+            physical ones holds, or -1 for none: ``topk_ids`` choose logical experts, 0 to G - 1, each of which is
+            held at least once. ``update_placement`` replaces it (``docs/placement.md``).
         mode: only ``LATENCY`` is implemented.
         output_layout: ``EXPERT_MAJOR`` or ``RANK_MAJOR``.
         combine_mode: see :class:`CombineMode`.
@@ -125,6 +144,7 @@ class MoECommunicatorConfig:
     num_topk: int
     max_tokens_per_rank: int
     experts_per_rank: tuple[int, ...] | None = None
+    placement: tuple[int, ...] | None = None
     mode: MoEMode = MoEMode.LATENCY
     output_layout: DispatchLayout = DispatchLayout.EXPERT_MAJOR
     combine_mode: CombineMode = CombineMode.RANK_LOCAL_REDUCE
@@ -164,7 +184,8 @@ class DispatchOutput:
             unspecified.
         quant: ``None`` for BF16; else the format with ``block_scales`` in the order of the tokens.
         layout: counts.
-        topk_ids: RANK_MAJOR: int32 [R*M, K] global ids of local experts, ``invalid_token_expert_id`` elsewhere.
+        topk_ids: RANK_MAJOR: int32 [R*M, K] global ids of local (with a placement: physical) experts,
+            ``invalid_token_expert_id`` elsewhere.
         weights: RANK_MAJOR: float32 [R*M, K], 0 elsewhere.
         source_token: EXPERT_MAJOR: int32 [L, R*M]; source rank * M + token index.
         combine_input_buffer: BF16 buffer with the shape ``combine`` takes; using it is optional.
@@ -189,7 +210,8 @@ class MoEStats:
         bytes_sent: rows and scales that left this rank for other ranks.
         bytes_received: the same, from other ranks.
         timeouts: waits that ended without the awaited rank.
-        expert_tokens: [L]; rows received for each local expert.
+        expert_tokens: [L]; rows received for each local (physical) expert, since the communicator was made: what a
+            load balancer reads (``docs/placement.md``).
         source_wait_seconds: [R]; seconds spent waiting for each rank; on CUDA with ``on_peer_loss="mask"`` only.
     """
 

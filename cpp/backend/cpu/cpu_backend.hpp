@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.hpp"
@@ -80,6 +81,10 @@ class CpuBackend final : public Backend {
   std::vector<int> lost_ranks() const override { return board_.lost_ranks(); }
   bool is_available() const noexcept override { return board_.is_available(); }
   void check() override { board_.require_available(); }
+  void check_update(void*) override { board_.require_available(); }
+  void update_placement(std::vector<i32> physical_of_logical, void*) override {
+    problem_.physical_of_logical = std::move(physical_of_logical);
+  }
   void close() noexcept override { board_.close(); }
 
  private:

@@ -13,6 +13,7 @@ namespace expertwire::cpu {
 namespace {
 
 ScaleRule scale_rule(const QuantConfig& quant) {
+  if (quant.format == DispatchDataType::MXFP8) return ScaleRule::MX;
   if (quant.scale_format == ScaleFormat::UE8M0) return ScaleRule::UE8M0;
   return quant.round_scale_pow2 ? ScaleRule::POW2 : ScaleRule::FLOAT32;
 }
@@ -22,6 +23,7 @@ std::string slot_name(int token, int k) { return "topk_ids[" + std::to_string(to
 }  // namespace
 
 // Reads each id once, so that what is routed is what was checked, whatever another thread does to the array meanwhile.
+// From here on all ids are of physical experts.
 template <typename Index>
 void CpuBackend::take_topk_ids(const Index* topk_ids, int num_tokens, DispatchBuffer& own) {
   for (int token = 0; token < num_tokens; ++token) {
@@ -29,13 +31,15 @@ void CpuBackend::take_topk_ids(const Index* topk_ids, int num_tokens, DispatchBu
     for (int k = 0; k < shape_.num_topk; ++k) {
       const std::size_t entry = first_entry(token) + static_cast<std::size_t>(k);
       const Index id = topk_ids[entry];
-      own.topk_ids[entry] = id < 0 ? -1 : static_cast<i32>(id);
+      own.topk_ids[entry] = -1;
       if (id < 0) continue;
-      if (id >= shape_.num_experts) {
-        throw Error(ErrorCode::InvalidArgument,
-                    slot_name(token, k) + " = " + std::to_string(id) + ": must be below num_experts = " +
-                        std::to_string(shape_.num_experts) + ", or negative to select nothing");
+      if (id >= problem_.num_logical_experts) {
+        throw Error(ErrorCode::InvalidArgument, slot_name(token, k) + " = " + std::to_string(id) + ": must be below " +
+                                                    problem_.id_bound() + ", or negative to select nothing");
       }
+      own.topk_ids[entry] = problem_.physical_of_logical.empty()
+                                ? static_cast<i32>(id)
+                                : problem_.physical_of_logical[static_cast<std::size_t>(id)];
       std::uint64_t& last = last_token_[static_cast<std::size_t>(id)];
       if (last == token_counter_) {
         throw Error(ErrorCode::InvalidArgument,
@@ -103,10 +107,10 @@ void CpuBackend::place_scales(Lane& lane, const std::byte* scales, std::size_t o
     std::memcpy(out + output_row * count, scales, count * 4);
     return;
   }
-  // [.., S, rows]: one matrix for each expert, or a single one for RANK_MAJOR
-  const std::size_t rows = num_source_rows();
-  std::uint32_t* column = out + output_row / rows * rows * count + output_row % rows;
-  for (std::size_t i = 0; i < count; ++i) std::memcpy(column + i * rows, scales + i * 4, 4);
+  // [.., S', stride]: one matrix for each expert, or a single one for RANK_MAJOR
+  const std::size_t rows = num_source_rows(), stride = column_stride(shape_);
+  std::uint32_t* column = out + output_row / rows * count * stride + output_row % rows;
+  for (std::size_t i = 0; i < count; ++i) std::memcpy(column + i * stride, scales + i * 4, 4);
 }
 
 void CpuBackend::place_row(Lane& lane, const DispatchParams& params, std::size_t received, const std::byte* row,

@@ -10,7 +10,8 @@
 
 namespace expertwire::cpu {
 
-enum class ScaleRule { FLOAT32, POW2, UE8M0 };
+// MX: as UE8M0, with blocks of 32 instead of 128.
+enum class ScaleRule { FLOAT32, POW2, UE8M0, MX };
 
 struct RowOps {
   std::string_view name;  // "plain", "avx2", "avx512", "neon"
@@ -21,8 +22,8 @@ struct RowOps {
   void (*reduce)(const std::uint16_t* const* rows, const float* weights, int num_rows, int hidden_size,
                  std::uint16_t* out);
 
-  // BF16 row to E4M3 in blocks of 128 (hidden_size: a multiple of it); NaN keeps its sign and becomes 0x7f or 0xff.
-  // scales: float32 [S], or UE8M0 int32 [ceil(S / 4)]. q may not overlap x.
+  // BF16 row to E4M3 by blocks (hidden_size: a multiple of 128); NaN keeps its sign and becomes 0x7f or 0xff.
+  // scales: float32 [S], or bytes in int32 [ceil(S / 4)]. q may not overlap x.
   void (*quantize)(const std::uint16_t* x, int hidden_size, ScaleRule rule, std::uint8_t* q, void* scales);
 
   // Copies one row to several places, fetching it from memory once.

@@ -2,7 +2,7 @@
 //
 // Everything here has internal linkage and calls nothing of the standard library but memcpy. A shared inline function or a
 // template instantiated with AVX flags would be merged by the linker with the plain copy of the same name, and a processor
-// without AVX would then run the wrong one. Of layout.cuh, only a constant is used.
+// without AVX would then run the wrong one. Of layout.cuh, only constants are used.
 //
 // Two BF16 values are handled as one 32-bit word: the low half shifted up, or the high half with the low half masked off,
 // is the float32 value itself, so that widening and narrowing need no shuffles.
@@ -141,10 +141,10 @@ void reduce(const std::uint16_t* const* rows, const float* weights, int num_rows
 }
 
 // Largest |x| of a block as BF16 bits, over all values or over those that are no NaN.
-template <bool kSkipNan>
+template <int kBlock, bool kSkipNan>
 inline std::int16_t largest_magnitude(const std::uint16_t* x) {
   std::int16_t largest = 0;
-  for (int i = 0; i < kScaleBlock; ++i) {
+  for (int i = 0; i < kBlock; ++i) {
     auto magnitude = static_cast<std::int16_t>(x[i] & 0x7fff);
     if constexpr (kSkipNan) magnitude = magnitude > 0x7f80 ? std::int16_t{0} : magnitude;
     largest = largest > magnitude ? largest : magnitude;
@@ -187,13 +187,13 @@ inline std::uint32_t code_anchor(float lifted) {
 }
 
 // kFinite: no element is Inf or NaN, and the products round to 448 at most. The sign and NaN of q are those of x.
-template <bool kFinite>
+template <int kBlock, bool kFinite>
 inline void quantize_block(const std::uint16_t* x, float factor, std::uint8_t* q) {
   constexpr float kLargest = 448.0f * kCodeLift;
   const float lifted_factor = factor * kCodeLift;
-  std::uint32_t pairs[kScaleBlock / 2];
+  std::uint32_t pairs[kBlock / 2];
 #pragma GCC unroll 1
-  for (int i = 0; i < kScaleBlock / 2; ++i) {
+  for (int i = 0; i < kBlock / 2; ++i) {
     std::uint32_t word;
     std::memcpy(&word, x + 2 * i, sizeof word);
     float low = to_float((word << 16) & 0x7fff0000u) * lifted_factor;
@@ -213,12 +213,14 @@ inline void quantize_block(const std::uint16_t* x, float factor, std::uint8_t* q
     }
     pairs[i] = codes | ((word >> 8) & 0x00800080u);
   }
-  for (int i = 0; i < kScaleBlock; ++i) {
+  for (int i = 0; i < kBlock; ++i) {
     std::uint16_t code;
     std::memcpy(&code, reinterpret_cast<const unsigned char*>(pairs) + 2 * i, sizeof code);
     q[i] = static_cast<std::uint8_t>(code);
   }
 }
+
+inline bool packs_bytes(ScaleRule rule) { return rule == ScaleRule::UE8M0 || rule == ScaleRule::MX; }
 
 // What quantising a few blocks needs. Several at a time, so that the long ways from elements to factors overlap.
 constexpr int kGroup = 16;
@@ -228,39 +230,47 @@ struct GroupFactors {
 };
 
 // Fills `group` for `count` blocks of x and writes their scales from index `first` on.
+template <int kBlock>
 inline void scale_group(const std::uint16_t* x, int first, int count, ScaleRule rule, void* scales,
                         GroupFactors& group) {
-  for (int i = 0; i < count; ++i, x += kScaleBlock) {
-    std::int16_t largest = largest_magnitude<false>(x);
+  for (int i = 0; i < count; ++i, x += kBlock) {
+    std::int16_t largest = largest_magnitude<kBlock, false>(x);
     group.finite[i] = largest < 0x7f80;
-    if (!group.finite[i]) largest = largest_magnitude<true>(x);
+    if (!group.finite[i]) largest = largest_magnitude<kBlock, true>(x);
     const BlockScale of_block = block_scale(largest, rule);
     group.factor[i] = of_block.factor;
     const auto index = static_cast<std::size_t>(first + i);
-    if (rule == ScaleRule::UE8M0)
+    if (packs_bytes(rule))
       static_cast<std::uint8_t*>(scales)[index] = static_cast<std::uint8_t>(to_bits(of_block.scale) >> 23);
     else
       std::memcpy(static_cast<unsigned char*>(scales) + index * sizeof(float), &of_block.scale, sizeof(float));
   }
 }
 
-void quantize(const std::uint16_t* x, int hidden_size, ScaleRule rule, std::uint8_t* q, void* scales) {
-  const DefaultRounding rounding;
-  const int num_blocks = hidden_size / kScaleBlock;
+template <int kBlock>
+inline void quantize_blocks(const std::uint16_t* x, int num_blocks, ScaleRule rule, std::uint8_t* q, void* scales) {
   for (int first = 0; first < num_blocks; first += kGroup) {
     const int count = num_blocks - first < kGroup ? num_blocks - first : kGroup;
     GroupFactors group;
-    scale_group(x, first, count, rule, scales, group);
-    for (int i = 0; i < count; ++i, x += kScaleBlock, q += kScaleBlock) {
+    scale_group<kBlock>(x, first, count, rule, scales, group);
+    for (int i = 0; i < count; ++i, x += kBlock, q += kBlock) {
       if (group.finite[i])
-        quantize_block<true>(x, group.factor[i], q);
+        quantize_block<kBlock, true>(x, group.factor[i], q);
       else
-        quantize_block<false>(x, group.factor[i], q);
+        quantize_block<kBlock, false>(x, group.factor[i], q);
     }
   }
   constexpr std::uint8_t kExponentOfOne = 127;
-  if (rule == ScaleRule::UE8M0)
+  if (packs_bytes(rule))
     for (int block = num_blocks; block % 4 != 0; ++block) static_cast<std::uint8_t*>(scales)[block] = kExponentOfOne;
+}
+
+void quantize(const std::uint16_t* x, int hidden_size, ScaleRule rule, std::uint8_t* q, void* scales) {
+  const DefaultRounding rounding;
+  if (rule == ScaleRule::MX)
+    quantize_blocks<kMxScaleBlock>(x, hidden_size / kMxScaleBlock, rule, q, scales);
+  else
+    quantize_blocks<kScaleBlock>(x, hidden_size / kScaleBlock, rule, q, scales);
 }
 
 void copy(const void* row, std::size_t bytes, void* const* destinations, int num_destinations) {

@@ -195,6 +195,8 @@ void CudaBackend::make_lanes() {
     made.params.rank = problem_.rank;
     made.params.lane = lane;
   }
+  if (const auto& table = problem_.physical_of_logical; !table.empty())
+    placement_ = at<i32>(allocate(table.size() * sizeof(i32)), 0);
   auto* common = at<CommonWords>(allocate(sizeof(CommonWords)), 0);
   for (Lane& lane : lanes_) {
     lane.params.wait.abort = &common->abort;
@@ -226,6 +228,7 @@ void CudaBackend::fill_memory() {
                 "cuMemsetD8Async");
   }
   cuda::check(cuda.cuMemsetD8Async(memory_.back().address(), 0, sizeof(CommonWords), own_stream_), "cuMemsetD8Async");
+  write_placement(own_stream_);
   cuda::check(cuda.cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
@@ -303,6 +306,7 @@ void CudaBackend::dispatch(int lane_idx, const DispatchParams& params) {
   kernel.x = params.x;
   kernel.block_scales = params.block_scales;
   kernel.topk_ids = params.topk_ids;
+  kernel.physical_of_logical = placement_;
   kernel.weights = params.weights;
   kernel.num_tokens = params.num_tokens;
   kernel.call = lane.call = static_cast<u32>(stats_.dispatch_calls + 1);
@@ -377,7 +381,7 @@ void CudaBackend::add_device_counts(const Lane& lane, RuntimeStats& stats) const
 std::vector<int> CudaBackend::lost_ranks() const { return report_->lost_ranks(); }
 
 void CudaBackend::check() {
-  report_->raise_fault(problem_.rank, problem_.config.num_experts);
+  report_->raise_fault(problem_);
   report_->raise_loss(problem_.config.timeout_s);
 }
 

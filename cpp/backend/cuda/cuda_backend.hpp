@@ -1,5 +1,5 @@
 // The CUDA backend: one kernel for each operation, on the caller's stream. Nothing here waits for the GPU but construction,
-// stats() and destruction. The hot path is launch().
+// update_placement(), stats() and destruction. The hot path is launch().
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,8 @@ class CudaBackend final : public Backend {
   std::vector<int> lost_ranks() const override;
   bool is_available() const noexcept override { return !report_->has_loss(); }
   void check() override;
+  void check_update(void* stream) override;
+  void update_placement(std::vector<i32> physical_of_logical, void* stream) override;
   void close() noexcept override;
 
  private:
@@ -56,6 +58,7 @@ class CudaBackend final : public Backend {
   void load_kernels();
   void make_lanes();
   void fill_memory();
+  void write_placement(CUstream stream);
   void launch_nothing();
   CUdeviceptr allocate(std::size_t bytes);
   void follow(CUstream stream);
@@ -72,6 +75,7 @@ class CudaBackend final : public Backend {
   std::vector<LoadedKernel> dispatch_, combine_;  // for few tokens and, where that occurs, for many
   std::optional<SymmetricMemory> inboxes_;
   std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
+  i32* placement_ = nullptr;     // [num_logical_experts], with a placement
   std::optional<HostReport> report_;
   CUstream own_stream_ = nullptr;  // for set-up and stats()
   CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow

@@ -42,7 +42,9 @@ void check_supported(const Problem& problem, const DeviceFacts& facts) {
   const std::string capability = std::to_string(facts.major) + "." + std::to_string(facts.minor);
   if (facts.major < 8) refuse("device: compute capability " + capability + ", the CUDA backend needs 8.0 or newer");
   if (problem.shape.fp8 && facts.major * 10 + facts.minor < 89) {
-    refuse("quant.format = FP8_E4M3: needs compute capability 8.9 or newer, the device has " + capability);
+    const bool mx = problem.config.quant.format == DispatchDataType::MXFP8;
+    refuse(std::string("quant.format = ") + (mx ? "MXFP8" : "FP8_E4M3") +
+           ": needs compute capability 8.9 or newer, the device has " + capability);
   }
   if (problem.num_ranks > kMaxGpuRanks) {
     refuse("num_ranks = " + std::to_string(problem.num_ranks) + ": the CUDA backend takes at most " +
@@ -117,6 +119,8 @@ std::string program_source(const Problem& problem, const Variant& variant) {
   };
   number("kHiddenSize", shape.hidden_size);
   number("kNumExperts", shape.num_experts);
+  number("kNumLogicalExperts", problem.num_logical_experts);
+  flag("kPlaced", !problem.physical_of_logical.empty());
   number("kNumTopk", shape.num_topk);
   number("kNumRanks", shape.num_ranks);
   number("kMaxTokens", shape.max_tokens_per_rank);
@@ -133,6 +137,7 @@ std::string program_source(const Problem& problem, const Variant& variant) {
   flag("kFp8", shape.fp8);
   flag("kPow2", config.quant.round_scale_pow2);
   flag("kUe8m0", shape.ue8m0);
+  number("kScaleBlock", shape.scale_block);
   flag("kColumnScales", config.quant.scale_layout == ScaleLayout::COLUMN);
   number("kInvalidId", config.invalid_token_expert_id);
   flag("kValidate", config.validate);

@@ -7,13 +7,12 @@
 namespace expertwire::cuda {
 namespace {
 
-std::string id_text(const CallFault& fault, int rank, int num_experts) {
+std::string id_text(const CallFault& fault, const Problem& problem) {
   const std::string slot = "topk_ids[" + std::to_string(fault.token) + ", " + std::to_string(fault.k) +
                            "] = " + std::to_string(fault.id) + " in dispatch " + std::to_string(fault.epoch) +
-                           " on lane " + std::to_string(fault.lane) + " of rank " + std::to_string(rank);
+                           " on lane " + std::to_string(fault.lane) + " of rank " + std::to_string(problem.rank);
   if (fault.kind == FaultKind::ID_REPEATED) return slot + ": the token names this expert twice; this slot was dropped";
-  return slot + ": must be below num_experts = " + std::to_string(num_experts) +
-         ", or negative to select nothing; this slot was dropped";
+  return slot + ": must be below " + problem.id_bound() + ", or negative to select nothing; this slot was dropped";
 }
 
 std::string handle_text(const CallFault& fault, int rank) {
@@ -61,13 +60,13 @@ std::uint64_t HostReport::num_timeouts() const {
   return count;
 }
 
-void HostReport::raise_fault(int rank, int num_experts) {
+void HostReport::raise_fault(const Problem& problem) {
   volatile FaultKind& kind = words_->fault.kind;
   if (kind == FaultKind::NONE) return;
   const CallFault fault = words_->fault;  // whole: a kernel writes the kind last
   kind = FaultKind::NONE;                 // from here on a kernel may report the next
-  if (fault.kind == FaultKind::HANDLE_STALE) throw Error(ErrorCode::InvalidHandle, handle_text(fault, rank));
-  throw Error(ErrorCode::InvalidArgument, id_text(fault, rank, num_experts));
+  if (fault.kind == FaultKind::HANDLE_STALE) throw Error(ErrorCode::InvalidHandle, handle_text(fault, problem.rank));
+  throw Error(ErrorCode::InvalidArgument, id_text(fault, problem));
 }
 
 }  // namespace expertwire::cuda

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/backend.hpp"
 #include "shared/kernel_params.cuh"
 
 namespace expertwire::cuda {
@@ -26,7 +27,7 @@ class HostReport {
   std::uint64_t num_timeouts() const;  // ranks that this one has waited for in vain
   // Throws what a kernel has reported since the last call: InvalidArgument for expert ids, InvalidHandle for a replay
   // whose handle was stale. The communicator is as before.
-  void raise_fault(int rank, int num_experts);
+  void raise_fault(const Problem& problem);
 
  private:
   LossKind lost(int rank) const { return static_cast<volatile const HostWords*>(words_)->lost[rank]; }

@@ -22,7 +22,7 @@ class Bootstrap {
   /// Number of ranks; constant, and equal on all of them.
   virtual int size() const = 0;
   /// Collective. Contributes one string of bytes (any bytes, also none) and returns those of all ranks by rank. Lengths
-  /// may differ between ranks. The library passes up to about a kilobyte for each rank.
+  /// may differ between ranks. The library passes up to about a kilobyte for each rank, and a placement as text.
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
   /// Collective. Returns once every rank has called; all_gather of nothing unless overridden.
   virtual void barrier();

@@ -39,10 +39,12 @@ class DispatchHandle {
 struct LatencyDispatchRequest {
   /// [T, H] BF16, or E4M3 if block_scales is given. May be null if num_tokens is 0.
   const void* x = nullptr;
-  /// FP8_E4M3 only: x is quantised already, and these are its scales: [T, S] float32, or UE8M0 [T, ceil(S/4)] int32.
+  /// FP8_E4M3 and MXFP8 only: x is quantised already, and these are its scales: [T, S] float32, or UE8M0 [T, ceil(S/4)]
+  /// int32.
   const void* block_scales = nullptr;
-  /// [T, K] of topk_ids_type: global ids below E, none twice in a token; negative: this slot selects nothing. May be
-  /// null if num_tokens is 0. The CPU refuses wrong ids; CUDA, which may not stop to look, drops them.
+  /// [T, K] of topk_ids_type: global ids below E (with a placement logical ids, below G), none twice in a token;
+  /// negative: this slot selects nothing. May be null if num_tokens is 0. The CPU refuses wrong ids; CUDA, which may
+  /// not stop to look, drops them.
   const void* topk_ids = nullptr;
   IndexType topk_ids_type = IndexType::INT64;
   /// [T, K]; null: 1 everywhere.
@@ -105,7 +107,8 @@ struct ThroughputCombineRequest {
 class MoERuntime {
  public:
   /// Collective: every rank gets a runtime, or every rank throws.
-  /// @param bootstrap  kept until the constructor returns, and used by nobody else meanwhile
+  /// @param bootstrap  kept until the constructor returns, with a placement for the life of the runtime; used by nobody
+  ///                   else during the constructor and update_placement()
   /// @throws Error InvalidArgument if a field is wrong, or ranks differ in one (naming it and every rank's value);
   ///         Unsupported; Backend if the system or driver refused, or memory ran out; PeerLost if a rank does not come
   MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig& config);
@@ -129,6 +132,19 @@ class MoERuntime {
   /// @throws Error Unsupported, always
   void combine(const ThroughputCombineRequest& request);
 
+  /// Collective, at the same place in the order of operations on every rank. Dispatches after it, in the order of the
+  /// stream on CUDA, go by another placement, and those before it and their combines by theirs, also when they are still
+  /// under way. The weights of experts that move are the caller's to move. Only for a runtime that was constructed with
+  /// a placement; the new one holds as many logical experts. If it is refused on one rank, or ranks differ, every rank
+  /// throws, and the old one stays.
+  /// @param stream      CUDA: where in the order of work the table is replaced; not one that is being captured. The call
+  ///                    waits for the work that it holds. Replayed graphs go by the table of the time of their replay, if
+  ///                    they are launched in this order
+  /// @param collective  false: nothing is exchanged, and this rank's table is replaced; that all who go on give the same
+  ///                    one is up to the caller. For those who are left when a rank was lost
+  /// @throws Error InvalidArgument, PeerLost, Backend
+  void update_placement(const std::vector<int>& placement, void* stream = nullptr, bool collective = true);
+
   int rank() const noexcept;
   int num_ranks() const noexcept;
   /// L; may be 0.
@@ -136,7 +152,7 @@ class MoERuntime {
   /// Global id of local expert 0.
   int first_local_expert() const noexcept;
   MoEMode mode() const noexcept;
-  /// As given, with every default filled in. Lives as long as the runtime.
+  /// As given, with every default filled in, and the placement of the last update. Lives as long as the runtime.
   const RuntimeConfig& config() const noexcept;
   /// Neither closed nor ended by a lost peer.
   bool is_available() const noexcept;

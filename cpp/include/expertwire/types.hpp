@@ -2,8 +2,8 @@
 /// Plain types of the public API.
 ///
 /// Symbols: R ranks, E experts of all ranks, L experts of this rank, T tokens of this rank in this call, M
-/// max_tokens_per_rank, H hidden_size, K num_topk, S = H / 128 scale blocks, F max_in_flight. Arrays are dense and in
-/// row order: the last index is the fastest.
+/// max_tokens_per_rank, H hidden_size, K num_topk, S = H / 128 scale blocks (MXFP8: H / 32), F max_in_flight. Arrays are
+/// dense and in row order: the last index is the fastest.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,9 @@ enum class CombineMode {
   DIRECT_SEND,
 };
 
-enum class DispatchDataType { BF16, FP8_E4M3 };
-/// FP8 scales: float32, or UE8M0: the exponents of four consecutive blocks in one int32, the lower block in the lower
+/// FP8_E4M3: E4M3 with a scale for each 128 elements. MXFP8: E4M3 with a UE8M0 scale for each 32.
+enum class DispatchDataType { BF16, FP8_E4M3, MXFP8 };
+/// Scales: float32, or UE8M0: the exponents of four consecutive blocks in one int32, the lower block in the lower
 /// byte.
 enum class ScaleFormat { FLOAT32, UE8M0 };
 /// ROW: scales of a row are neighbours. COLUMN: scales of one block for consecutive rows are, as grouped GEMMs read
@@ -55,7 +56,8 @@ enum class PeerLossPolicy {
 
 enum class DeviceType { CPU, CUDA };
 
-/// Payload of dispatched rows; combine is BF16 always. The members after `format` matter for FP8_E4M3 alone.
+/// Payload of dispatched rows; combine is BF16 always. The members after `format` do not matter for BF16. MXFP8 implies
+/// UE8M0.
 struct QuantConfig {
   DispatchDataType format = DispatchDataType::BF16;
   /// Scales are powers of two. Implied by UE8M0.
@@ -76,7 +78,7 @@ struct Device {
 struct RuntimeConfig {
   /// E, 1 to 2^20.
   int num_experts = 0;
-  /// H: a multiple of 8 (BF16) or 128 (FP8_E4M3), at most 2^20.
+  /// H: a multiple of 8 (BF16) or 128 (FP8_E4M3, MXFP8), at most 2^20.
   int hidden_size = 0;
   /// K, 1 to min(E, 32).
   int num_topk = 0;
@@ -85,6 +87,11 @@ struct RuntimeConfig {
   /// Experts of each rank, contiguous by rank. Empty: E / R each, if R divides E. Otherwise R counts >= 0 that sum to
   /// E.
   std::vector<int> experts_per_rank;
+  /// Empty: tokens choose physical experts, of which E are spread over the ranks. Else [E]: the logical expert that each
+  /// physical one holds, or -1 for none. Tokens then choose logical experts, 0 to G - 1, each of which is held at least
+  /// once; physical experts are what outputs and counts speak of. MoERuntime::update_placement() replaces it, and
+  /// docs/placement.md says which of several copies a rank sends its tokens to. G is at least num_topk.
+  std::vector<int> placement;
   MoEMode mode = MoEMode::LATENCY;
   DispatchLayout output_layout = DispatchLayout::EXPERT_MAJOR;
   CombineMode combine_mode = CombineMode::RANK_LOCAL_REDUCE;
@@ -110,15 +117,16 @@ struct RuntimeConfig {
 struct LaneBuffers {
   /// Received rows, BF16 or E4M3: EXPERT_MAJOR [L, R*M, H], RANK_MAJOR [R*M, H].
   void* tokens = nullptr;
-  /// FP8: S' scales for each row of `tokens`; FLOAT32: S' = S floats, UE8M0: S' = ceil(S / 4) int32. ROW [.., rows,
-  /// S'], COLUMN [.., S', rows], where rows is R*M.
+  /// FP8_E4M3 and MXFP8: S' scales for each row of `tokens`; FLOAT32: S' = S floats, UE8M0: S' = ceil(S / 4) int32. ROW
+  /// [.., rows, S'], where rows is R*M; COLUMN [.., S', rows rounded up to a multiple of 4], as TMA wants it.
   void* scales = nullptr;
   std::int32_t* num_tokens_per_expert = nullptr;  ///< EXPERT_MAJOR [L]: valid rows of each local expert
   std::int32_t* num_tokens_per_rank = nullptr;    ///< RANK_MAJOR [R]: valid rows of each source rank
   std::int32_t* rank_ranges = nullptr;            ///< EXPERT_MAJOR [L, R, 2]: first row and row count by source rank
   std::int32_t* source_token = nullptr;           ///< EXPERT_MAJOR [L, R*M]: source rank * M + token index there
-  std::int32_t* topk_ids = nullptr;  ///< RANK_MAJOR [R*M, K]: global ids of local experts, else invalid_token_expert_id
-  float* weights = nullptr;          ///< RANK_MAJOR [R*M, K]: their weights, else 0
+  /// RANK_MAJOR [R*M, K]: global ids of (physical) local experts, else invalid_token_expert_id
+  std::int32_t* topk_ids = nullptr;
+  float* weights = nullptr;  ///< RANK_MAJOR [R*M, K]: their weights, else 0
   /// A place for expert outputs, BF16: the shape of `tokens`, or [R*M, K, H] for RANK_MAJOR with DIRECT_SEND. Any other
   /// array of that shape serves combine as well.
   void* combine_input = nullptr;
@@ -138,7 +146,7 @@ struct RuntimeStats {
   std::uint64_t bytes_sent = 0;  ///< rows and scales that left this rank for other ranks
   std::uint64_t bytes_received = 0;
   std::uint64_t timeouts = 0;
-  std::vector<std::uint64_t> expert_tokens;  ///< [L] rows received for each local expert
+  std::vector<std::uint64_t> expert_tokens;  ///< [L] rows received for each local (physical) expert
   std::vector<double> source_wait_seconds;   ///< [R] time spent waiting for each rank
 };
 

@@ -53,6 +53,17 @@ def current_device() -> int:
     return 0
 
 
+def current_stream(device: str) -> int:
+    """Address of torch's current stream of ``device`` in this thread, if torch works on it, else CuPy's, else 0."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and cupy.cuda.is_available():
+        return int(cupy.cuda.get_current_stream().ptr)
+    return 0
+
+
 def stream_address(stream: object, device: str) -> int:
     """Address of a stream of ``device``.
 

@@ -56,7 +56,7 @@ class TorchCommunicator:
         fields: the fields of :class:`expertwire.MoECommunicatorConfig`, alone or over ``config``.
 
     Raises:
-        UnsupportedError: FP8, ``on_peer_loss="mask"``, or RANK_MAJOR with DIRECT_SEND.
+        UnsupportedError: FP8 or MXFP8, ``on_peer_loss="mask"``, RANK_MAJOR with DIRECT_SEND, or training a placement.
         Error: as for :class:`expertwire.MoECommunicator`.
     """
 

@@ -60,7 +60,7 @@ class OperatorState:
     ) -> None:
         self.main = MoECommunicator(group, config, **fields)
         try:
-            _refuse_unsupported(self.main.config)
+            _refuse_unsupported(self.main.config, training)
             self.side = MoECommunicator(group, _side_config(self.main.config)) if training else None
         except BaseException:
             self.main.close()
@@ -194,11 +194,13 @@ def rows_shape(comm: Numbers) -> tuple[int, ...]:
     return tuple(comm[2:])
 
 
-def _refuse_unsupported(config: MoECommunicatorConfig) -> None:
+def _refuse_unsupported(config: MoECommunicatorConfig, training: bool) -> None:
     if config.quant.format is not DispatchDataType.BF16:
         raise UnsupportedError(f"quant.format = {config.quant.format.name}: the torch operators send BF16")
     if config.on_peer_loss is not PeerLossPolicy.RAISE:
         raise UnsupportedError('on_peer_loss = "mask": gradients need every rank; must be "raise"')
+    if training and config.placement is not None:
+        raise UnsupportedError("placement: gradients need one that stays; must be None, or training=False")
     by_slot = config.output_layout is DispatchLayout.RANK_MAJOR and config.combine_mode is CombineMode.DIRECT_SEND
     if by_slot:
         raise UnsupportedError("RANK_MAJOR with DIRECT_SEND: the torch operators have it with RANK_LOCAL_REDUCE only")

@@ -113,7 +113,7 @@ class JobConfig:
             )
         if self.layout is DispatchLayout.TOKEN_MAJOR:
             raise UnsupportedError("--layout token-major: belongs to the throughput mode, which this version lacks")
-        unit = SCALE_BLOCK if self.dispatch_dtype is DispatchDataType.FP8_E4M3 else 8
+        unit = 8 if self.dispatch_dtype is DispatchDataType.BF16 else SCALE_BLOCK
         if model.hidden_size % unit:
             raise InvalidArgumentError(
                 f"--hidden = {model.hidden_size}: must be a multiple of {unit} for --dispatch-dtype "

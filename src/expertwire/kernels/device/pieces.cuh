@@ -110,9 +110,13 @@ __device__ inline RawId load_id(const DispatchKernelParams& p, i32 at_id) {
 }
 constexpr RawId kNoId{kSentinel, kSentinel};
 
+// The physical expert that an id chooses.
 __device__ inline i32 id_or_none(const DispatchKernelParams& p, RawId id) {
-  const bool in_range = id.low < static_cast<u32>(config::kNumExperts) && (id.high == 0 || p.topk_ids_are_64_bit == 0);
-  return in_range ? static_cast<i32>(id.low) : -1;
+  const bool in_range =
+      id.low < static_cast<u32>(config::kNumLogicalExperts) && (id.high == 0 || p.topk_ids_are_64_bit == 0);
+  if (!in_range) return -1;
+  if constexpr (config::kPlaced) return p.physical_of_logical[id.low];
+  return static_cast<i32>(id.low);
 }
 
 // The id of lane k < K of a token, or -1 if it repeats a lower k.
@@ -207,11 +211,11 @@ __device__ inline Facts make_facts(const DispatchKernelParams& p, const Loaded& 
 }
 
 __device__ inline void store_scale(const DispatchContext& c, i32 row, i32 scale_idx, u32 scale) {
-  constexpr u64 kScales = static_cast<u64>(num_scales(kShape));
+  constexpr u64 kScales = static_cast<u64>(num_scales(kShape)), kColumnStride = column_stride(kShape);
   u32* out = static_cast<u32*>(c.p.scales);
   const u64 r = static_cast<u64>(row), s = static_cast<u64>(scale_idx);
   if constexpr (config::kColumnScales)
-    out[r / kSourceRows * kSourceRows * kScales + s * kSourceRows + r % kSourceRows] = scale;
+    out[(r / kSourceRows * kScales + s) * kColumnStride + r % kSourceRows] = scale;
   else
     out[r * kScales + s] = scale;
 }

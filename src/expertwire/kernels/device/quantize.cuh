@@ -1,4 +1,5 @@
-// BF16 to E4M3 in blocks of 128, by pieces: a lane holds 16 elements of a piece of 512, eight lanes share a scale.
+// BF16 to E4M3 in blocks of 128 or 32, by pieces: a lane holds 16 elements of a piece of 512, eight or two lanes share a
+// scale.
 #pragma once
 
 #include "wire.cuh"
@@ -7,10 +8,15 @@ namespace expertwire {
 
 constexpr i32 kScalesInRow = num_scales(kShape);  // 32-bit words
 
+constexpr i32 kScaleLanes = config::kScaleBlock / 16;  // that share a scale
+constexpr i32 kScaleWordLanes = kScaleLanes * (config::kUe8m0 ? 4 : 1);
+
 // Which lanes of a piece hold a scale word, and which of the row's it is.
-__device__ inline i32 scale_index(i32 piece, i32 lane) { return config::kUe8m0 ? piece : piece * 4 + lane / 8; }
+__device__ inline i32 scale_index(i32 piece, i32 lane) {
+  return piece * (32 / kScaleWordLanes) + lane / kScaleWordLanes;
+}
 __device__ inline bool scale_lane(i32 piece, i32 lane) {
-  return lane % (config::kUe8m0 ? 32 : 8) == 0 && scale_index(piece, lane) < kScalesInRow;
+  return lane % kScaleWordLanes == 0 && scale_index(piece, lane) < kScalesInRow;
 }
 
 struct Quantized {
@@ -33,7 +39,7 @@ __device__ inline Quantized quantize_piece(Word a, Word b, bool present) {
 #pragma unroll
   for (i32 i = 0; i < 8; ++i) amax = fmaxf(amax, fmaxf(quiet_abs(bf16_low(pairs[i])), quiet_abs(bf16_high(pairs[i]))));
 #pragma unroll
-  for (i32 step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+  for (i32 step = 1; step < kScaleLanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
   amax = fminf(fmaxf(amax, 1e-4f), as_float(0x7F7F0000u));  // the largest finite BF16
   float scale = __fdiv_rn(amax, 448.0f), factor = __fdiv_rn(448.0f, amax);
   u32 exponent = 0;
@@ -49,8 +55,10 @@ __device__ inline Quantized quantize_piece(Word a, Word b, bool present) {
   out.scale = as_bits(scale);
   if constexpr (config::kUe8m0) {
     const u32 byte = present ? exponent : 127u;
-    out.scale = __shfl_sync(kAllLanes, byte, 0) | (__shfl_sync(kAllLanes, byte, 8) << 8) |
-                (__shfl_sync(kAllLanes, byte, 16) << 16) | (__shfl_sync(kAllLanes, byte, 24) << 24);
+    const i32 first = lane_idx() / kScaleWordLanes * kScaleWordLanes;
+    out.scale = 0;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) out.scale |= __shfl_sync(kAllLanes, byte, first + i * kScaleLanes) << (8 * i);
   }
   return out;
 }

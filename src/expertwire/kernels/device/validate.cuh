@@ -20,7 +20,7 @@ __device__ inline void validate_ids(const DispatchContext& c) {
   sync_workers();
   for (i32 token = warp_idx(); token < c.p.num_tokens; token += kNumWarps) {
     const bool has_id = lane_idx() < kTopk;
-    const bool beyond = has_id && raw_id(c.p, token * kTopk + lane_idx()) >= config::kNumExperts;
+    const bool beyond = has_id && raw_id(c.p, token * kTopk + lane_idx()) >= config::kNumLogicalExperts;
     const i32 id = has_id ? id_or_none(c.p, load_id(c.p, token * kTopk + lane_idx())) : -1;
     const bool repeats = drop_repeat(id) < 0 && id >= 0;  // all lanes take part
     const u32 wrong = __ballot_sync(kAllLanes, beyond || repeats);
@@ -31,8 +31,9 @@ __device__ inline void validate_ids(const DispatchContext& c) {
   if (threadIdx.x != 0 || first_wrong == kAllLanes) return;
   const i32 token = static_cast<i32>(first_wrong / 32u), k = static_cast<i32>(first_wrong % 32u);
   const i64 id = raw_id(c.p, token * kTopk + k);
-  report_fault(c.p.lane.fault, CallFault{id < config::kNumExperts ? FaultKind::ID_REPEATED : FaultKind::ID_OUT_OF_RANGE,
-                                         c.p.lane.lane, c.buffers.epoch, token, k, id, 0, 0});
+  report_fault(c.p.lane.fault,
+               CallFault{id < config::kNumLogicalExperts ? FaultKind::ID_REPEATED : FaultKind::ID_OUT_OF_RANGE,
+                         c.p.lane.lane, c.buffers.epoch, token, k, id, 0, 0});
 }
 
 }  // namespace expertwire

@@ -1,8 +1,8 @@
 // Words on the wire: which constants a kernel was compiled for, sentinels, bounded polls, and the walk over work.
 //
 // `config` is made by the host for one communicator:
-//   kHiddenSize kNumExperts kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight kFirstExpert[kNumRanks + 1]
-//   kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kColumnScales kInvalidId
+//   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight
+//   kFirstExpert[kNumRanks + 1] kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kScaleBlock kColumnScales kInvalidId
 //   kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
 #pragma once
 
@@ -14,7 +14,7 @@ namespace expertwire {
 constexpr Shape kShape{config::kNumRanks,    config::kNumExperts, config::kMaxLocalExperts,
                        config::kHiddenSize,  config::kNumTopk,    config::kMaxTokens,
                        config::kMaxInFlight, config::kFp8,        config::kUe8m0,
-                       config::kDirectSend,  config::kMask};
+                       config::kDirectSend,  config::kMask,       config::kScaleBlock};
 constexpr InboxLayout kInbox = make_inbox_layout(kShape);
 constexpr LaneStateLayout kState = make_lane_state_layout(kShape);
 constexpr i32 kRanks = config::kNumRanks, kTopk = config::kNumTopk, kTopkPadded = padded_topk(kShape),

@@ -69,7 +69,8 @@ struct DispatchKernelParams {
   const void* x;
   const void* block_scales;  // not null: x is E4M3 already
   const void* topk_ids;
-  const float* weights;  // null: 1
+  const float* weights;            // null: 1
+  const i32* physical_of_logical;  // [kNumLogicalExperts] with a placement; replaced between kernels
   i32 num_tokens;
   u32 call;  // the host's number for it, by which combine knows which dispatch it answers
   i32 topk_ids_are_64_bit;

@@ -16,6 +16,7 @@ namespace expertwire {
 
 constexpr i32 kMaxTopk = 32;           // experts that a token may choose
 constexpr i32 kScaleBlock = 128;       // hidden elements that share one FP8 scale
+constexpr i32 kMxScaleBlock = 32;      // the same of MXFP8
 constexpr u64 kRegionAlignment = 128;  // every region starts a line pair of its own, so that no two ranks share a line
 constexpr i32 kNumBuffers = 2;         // used in turn; docs/protocol.md says why two suffice
 
@@ -32,6 +33,7 @@ struct Shape {
   bool ue8m0 = false;        // scales are exponent bytes, four in an int32
   bool direct_send = false;  // combine sends one row per (token, expert) instead of one per (token, rank)
   bool mask = false;         // GPU: ranks go on without the lost ones, whose late stores must meet nobody else's
+  i32 scale_block = kScaleBlock;
 };
 
 EW_HOST_DEVICE constexpr u64 align_up(u64 value, u64 alignment) {
@@ -48,7 +50,7 @@ struct RowLayout {
 
 EW_HOST_DEVICE constexpr i32 num_scales(const Shape& shape) {  // 32-bit words of scales per row
   if (!shape.fp8) return 0;
-  const i32 blocks = shape.hidden_size / kScaleBlock;
+  const i32 blocks = shape.hidden_size / shape.scale_block;
   return shape.ue8m0 ? (blocks + 3) / 4 : blocks;
 }
 
@@ -157,6 +159,12 @@ EW_HOST_DEVICE constexpr SegmentLayout make_segment_layout(const Shape& shape) {
   return layout;
 }
 
+// ScaleLayout::COLUMN: distance, in scales, from one block's scales to the next one's, within an expert or (RANK_MAJOR) all
+// rows. Grouped GEMMs read them by TMA, which wants distances of 16 bytes.
+EW_HOST_DEVICE constexpr u64 column_stride(const Shape& shape) {
+  return align_up(static_cast<u64>(shape.num_ranks) * static_cast<u64>(shape.max_tokens_per_rank), 4);
+}
+
 // One lane's outputs on this rank: what dispatch returns and what combine may take. Private to the rank.
 struct OutputLayout {
   u64 tokens = 0, scales = 0, num_tokens_per_expert = 0, num_tokens_per_rank = 0, rank_ranges = 0, source_token = 0;
@@ -175,7 +183,7 @@ EW_HOST_DEVICE constexpr OutputLayout make_output_layout(const Shape& shape, i32
   layout.combine_num_rows = rank_major && shape.direct_send ? source_rows * topk : layout.num_rows;
   RegionWalk walk;
   layout.tokens = walk.take(layout.num_rows * dispatch_row_layout(shape).payload_bytes);
-  layout.scales = walk.take(layout.num_rows * dispatch_row_layout(shape).scale_bytes);
+  layout.scales = walk.take((rank_major ? 1 : local) * column_stride(shape) * dispatch_row_layout(shape).scale_bytes);
   layout.num_tokens_per_expert = walk.take(rank_major ? 0 : local * 4);
   layout.num_tokens_per_rank = walk.take(rank_major ? ranks * 4 : 0);
   layout.rank_ranges = walk.take(rank_major ? 0 : local * ranks * 8);

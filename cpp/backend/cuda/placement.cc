@@ -1,0 +1,38 @@
+// The table of a placement: [num_logical_experts] in memory of the GPU, replaced between kernels.
+#include <utility>
+
+#include "backend/cuda/cuda_backend.hpp"
+#include "backend/cuda/driver.hpp"
+#include "expertwire/error.hpp"
+
+namespace expertwire::cuda {
+
+// From memory that the host may change again once this returns: the driver takes what it copies first.
+void CudaBackend::write_placement(CUstream stream) {
+  const std::vector<i32>& table = problem_.physical_of_logical;
+  if (table.empty()) return;
+  cuda::check(driver().cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(placement_), table.data(),
+                                         table.size() * sizeof(i32), stream),
+              "cuMemcpyHtoDAsync");
+}
+
+void CudaBackend::check_update(void* stream) {
+  report_->raise_loss(problem_.config.timeout_s);
+  const CurrentContext current(*context_);
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  cuda::check(driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &status), "cuStreamIsCapturing");
+  if (status != CU_STREAM_CAPTURE_STATUS_NONE)
+    throw Error(ErrorCode::InvalidArgument, "stream is being captured: a placement cannot be updated in a graph");
+}
+
+void CudaBackend::update_placement(std::vector<i32> physical_of_logical, void* stream) {
+  const CurrentContext current(*context_);
+  problem_.physical_of_logical = std::move(physical_of_logical);
+  const auto on = static_cast<CUstream>(stream);
+  follow(on);
+  // A copy behind an operation that waits for a peer would hold up the copies of other ranks on this GPU, the peer's too.
+  cuda::check(driver().cuStreamSynchronize(on), "cuStreamSynchronize");
+  write_placement(on);
+}
+
+}  // namespace expertwire::cuda
