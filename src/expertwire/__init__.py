@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from expertwire._core import DispatchHandle
     from expertwire.communicator import MoECommunicator
     from expertwire.groups import Group, local_group, spawn
+    from expertwire.requests import MoERequest
 
 _LAZY = {
     "DispatchHandle": "expertwire._core",
     "Group": "expertwire.groups",
     "MoECommunicator": "expertwire.communicator",
+    "MoERequest": "expertwire.requests",
     "local_group": "expertwire.groups",
     "spawn": "expertwire.groups",
 }
@@ -63,6 +65,7 @@ __all__ = [
     "MoECommunicatorConfig",
     "MoEMemoryBytes",
     "MoEMode",
+    "MoERequest",
     "MoEStats",
     "PeerLossPolicy",
     "PeerLostError",
