@@ -11,29 +11,23 @@ import numpy as np
 import pytest
 
 import expertwire as ew
-from bits import assert_memory_order, assert_same_bits
-from cases import ALL_CASES, DIRECT, EXPERT_MAJOR, RANK_MAJOR, REDUCE, Case
-from crew import Me, crew, die
+from bits import assert_same_bits
+from cases import DIRECT, EXPERT_MAJOR, RANK_MAJOR, REDUCE, Case
 from driving import (
     Received,
     assert_received,
     copy_output,
     exchange,
     expected,
-    expected_of_case,
     expert_output,
     local_experts,
-    poison,
     run_processes,
     run_threads,
     steps_of_case,
 )
-from expertwire.reference import BF16, RankInput
-from losses import BOTH_WAYS, LONG_S, OTHERS, VICTIM, communicator
 from test_communicator import ids, rows, single
-from test_masking import without_victim
+from two_phase import ORDERS, SMALL, by_ranks, exchange_in_phases, send, send_back, wanted
 
-SMALL = Case("two-phase", (5, 3, 6), num_experts=9, hidden_size=48, num_topk=3, max_tokens=6, max_in_flight=2)
 WAYS = [
     replace(SMALL, layout=layout, combine_mode=mode, weights="router")
     for layout in (EXPERT_MAJOR, RANK_MAJOR)
@@ -42,76 +36,12 @@ WAYS = [
 ALL_WAYS = pytest.mark.parametrize("case", WAYS, ids=lambda c: f"{c.layout.value}-{c.combine_mode.value}")
 
 
-def send(comm: ew.MoECommunicator, given: RankInput) -> ew.MoERequest:
-    """Send copies that are spoilt at once: what was sent may not be looked at again."""
-    poison(comm.get_dispatch_output_buffer())
-    x, topk_ids = given.x.copy(), given.topk_ids.copy()
-    weights = None if given.weights is None else given.weights.copy()
-    scales = None if given.block_scales is None else given.block_scales.copy()
-    quant = None if scales is None else ew.QuantConfig(block_scales=scales)
-    request = comm.dispatch_async(x, topk_ids, weights, quant=quant)
-    for array in (x, topk_ids, weights, scales):
-        if array is not None:
-            array.view(np.uint8)[...] = 0x3F
-    return request
-
-
-def send_back(comm: ew.MoECommunicator, out: Any, handle: Any, weights: np.ndarray | None = None) -> ew.MoERequest:
-    answer = expert_output(comm.config, out, local_experts(comm))
-    result = poison(np.empty((handle.num_tokens, comm.config.hidden_size), BF16))
-    weights = None if weights is None else weights.copy()
-    request = comm.combine_async(answer, handle, weights=weights, out=result)
-    for array in (answer, weights):
-        if array is not None:
-            array.view(np.uint8)[...] = 0x3F
-    return request
-
-
-def exchange_in_phases(comm: ew.MoECommunicator, given: RankInput, weights: np.ndarray | None = None) -> Received:
-    request = send(comm, given)
-    out, handle = request.wait()
-    assert request.done()
-    assert_memory_order(out)
-    received = copy_output(out)
-    replaced = weights is not None and given.weights is not None
-    if replaced and comm.config.combine_mode is REDUCE and comm.config.output_layout is EXPERT_MAJOR:
-        with pytest.raises(ew.UnsupportedError, match="weights: in two phases RANK_LOCAL_REDUCE"):
-            send_back(comm, received, handle, weights)
-        weights = None
-    return Received(received, send_back(comm, received, handle, weights).wait())
-
-
 def rank_of_cases(group: ew.Group, cases: list[Case]) -> list[list[Received]]:
     results = []
     for case in cases:
         with ew.MoECommunicator(group, case.config) as comm:
             results.append(steps_of_case(comm, case, 2, exchange_in_phases))
     return results
-
-
-def wanted(case: Case, step: int) -> list[Received]:
-    if case.new_weights and case.combine_mode is REDUCE and case.layout is EXPERT_MAJOR and case.weights != "none":
-        case = replace(case, new_weights="")
-    return expected_of_case(case, step)
-
-
-def by_ranks() -> dict[int, list[Case]]:
-    """Choose a part of the case table in which every layout, mode, payload and kind of weights occurs."""
-    chosen: dict[int, list[Case]] = {}
-    seen: set[object] = set()
-    for case in ALL_CASES:
-        if case.num_ranks > 4 or case.weights == "mixed":
-            continue
-        traits = {
-            ("way", case.layout, case.combine_mode, case.quant, case.prequantized),
-            ("weights", case.layout, case.combine_mode, case.weights, case.new_weights),
-            ("ids", case.ids, case.num_ranks),
-            ("lanes", case.max_in_flight),
-        }
-        if traits - seen:
-            seen |= traits
-            chosen.setdefault(case.num_ranks, []).append(case)
-    return chosen
 
 
 BY_RANKS = by_ranks()
@@ -130,16 +60,6 @@ def test_the_part_of_the_table_is_worth_it() -> None:
     assert {(case.layout, case.combine_mode) for case in cases} == {(c.layout, c.combine_mode) for c in WAYS}
     assert {"", "all", "even-ranks"} <= {case.new_weights for case in cases}
     assert any(case.weights == "none" and case.new_weights == "all" for case in cases)
-
-
-# Two micro-batches: what is sent (D, C) and received (d, c) of each in turn.
-ORDERS = [
-    "D0 D1 d0 d1 C0 C1 c0 c1",
-    "D0 D1 d1 d0 C1 C0 c0 c1",
-    "D0 d0 C0 D1 c0 d1 C1 c1",
-    "D0 d0 C0 D1 d1 c0 C1 c1",
-    "D0 d0 C0 D1 d1 C1 c1 c0",
-]
 
 
 def rank_of_order(group: ew.Group, case: Case, mine: dict[int, str], num_rounds: int) -> list[Received]:
@@ -341,70 +261,6 @@ def test_dropped_requests_are_reported_and_received_later(case: Case) -> None:
     results = run_threads(rank_that_drops, 3, case)
     for step, of_ranks in zip((1, 2), zip(*results, strict=True), strict=True):
         assert_received(of_ranks, expected(case.config, case.inputs(step)), f"step {step}")
-
-
-def _lose_one(me: Me, case: Case, policy: str, moment: str) -> Any:
-    """Be a rank of which one dies: before its first dispatch, before the second one, or before its combines.
-
-    Ranks receive in different orders, and agree all the same on who took part in what.
-    """
-    rank = me.group.rank
-    comm = communicator(me.group, replace(case, max_in_flight=2), timeout_s=LONG_S, on_peer_loss=policy)
-    exchange_in_phases(comm, case.inputs(0)[rank])
-    exchange_in_phases(comm, case.inputs(1)[rank])
-    requests = []
-    for step in range(2):
-        if rank == VICTIM and moment == ("before", "between")[step]:
-            die()
-        requests.append(send(comm, case.inputs(step)[rank]))
-    results = []
-    try:
-        for request in requests if rank % 2 else reversed(requests):
-            request.wait()
-        received = [(copy_output(out), handle) for out, handle in (request.wait() for request in requests)]
-        if rank == VICTIM:
-            die()
-        requests = [send_back(comm, *of_one) for of_one in received]
-        for request in requests if rank % 2 else reversed(requests):
-            request.wait()
-        results = [Received(out, back.wait()) for (out, _), back in zip(received, requests, strict=True)]
-    except ew.PeerLostError as error:
-        for request in requests:
-            if request._sent.error is None and request._sent.is_over:
-                continue  # what was received before the loss stays
-            with pytest.raises(ew.PeerLostError):
-                request.wait()
-            shown = request.result[0].layout if moment != "combine" else request.result
-            if moment == "combine":
-                assert np.isnan(shown.astype(np.float32)).all()
-            else:
-                assert not np.any(
-                    shown.num_tokens_per_expert if shown.num_tokens_per_rank is None else shown.num_tokens_per_rank
-                )
-        with pytest.raises(ew.PeerLostError):
-            comm.dispatch_async(case.inputs(0)[rank].x, case.inputs(0)[rank].topk_ids)
-        return error.ranks
-    finally:
-        comm.close()
-    return results
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("moment", ["before", "between", "combine"])
-def test_a_rank_dies_and_the_others_raise(moment: str, case: Case) -> None:
-    with crew(_lose_one, 4, case, "raise", moment) as ranks:
-        assert [ranks[rank].result() for rank in OTHERS] == [(VICTIM,)] * 3
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("moment", ["before", "between", "combine"])
-def test_a_rank_dies_and_the_others_agree_and_go_on(moment: str, case: Case) -> None:
-    with crew(_lose_one, 4, case, "mask", moment) as ranks:
-        results = [ranks[rank].result() for rank in OTHERS]
-    for step in range(2):
-        sent = moment == "combine" or (moment == "between" and step == 0)
-        wanted = without_victim(case, step, sent)
-        assert_received([of_rank[step] for of_rank in results], [wanted[rank] for rank in OTHERS], f"step {step}")
 
 
 def _wait_in_vain(group: ew.Group) -> float:

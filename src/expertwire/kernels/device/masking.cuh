@@ -206,11 +206,11 @@ __device__ inline void hear_losses(u32 told, i32 source, AnyWait& wait) {
 template <typename Packet, typename Heard>
 __device__ inline void exchange_packets(const LaneParams& lane, u32 epoch, u32 data, Wait& wait, Packet packet,
                                         Heard heard) {
-  for (i32 peer = lane_idx(); peer < kRanks; peer += 32) {
+  for (i32 peer = lane_idx(); kSends && peer < kRanks; peer += 32) {
     if (peer != lane.rank && !is_absent(peer))
       store_release_sys(packet(lane.inboxes[peer], lane.rank), static_cast<u64>(epoch) << 32 | data | losses_to_tell());
   }
-  for (i32 source = lane_idx(); source < kRanks; source += 32) {
+  for (i32 source = lane_idx(); kReceives && source < kRanks; source += 32) {
     if (source == lane.rank || is_absent(source)) continue;
     const u32 told = acquire_packet(packet(lane.inboxes[lane.rank], source), epoch, source, wait);
     hear_losses(told, source, wait);
