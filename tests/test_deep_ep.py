@@ -197,6 +197,31 @@ def bits_and_strides(buffer: Any) -> bool:
     return True
 
 
+def two_micro_batches(buffer: Any) -> bool:
+    """Send both dispatches before either is received, and both combines, as an engine with two micro-batches does."""
+    ids, weights = routed(buffer.rank, 3, MOST)
+    tokens = [random_tokens(buffer.rank + 10 * batch) for batch in range(2)]
+    how = {"use_fp8": False, "return_recv_hook": True}
+    sent = [buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, **how) for x in tokens]
+    results = []
+    for rows, counts, handle, event, hook in sent:
+        assert event.event is None
+        hook()
+        with pytest.raises(
+            ew.InvalidArgumentError, match="hook: what this low_latency_dispatch sent has been received"
+        ):
+            hook()
+        assert counts.tolist() == [int(length) for length in (handle[1] & INT_MASK).sum(1)]
+        results.append(buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=True))
+    factors = weights.masked_fill(ids == -1, 0).sum(1, keepdim=True)
+    for x, (combined, _, hook) in zip(tokens, results, strict=True):
+        hook()
+        assert relative_difference(x * factors, combined) < 1e-5
+        with pytest.raises(ew.InvalidArgumentError, match="hook: what this low_latency_combine sent"):
+            hook()
+    return True
+
+
 def shapes_change(buffer: Any) -> bool:
     """Use more shapes than a Buffer keeps: the oldest goes, its handles are stale, and it comes back when asked for."""
     first = last = None
@@ -219,9 +244,10 @@ def shapes_change(buffer: Any) -> bool:
 
 
 def all_parts(buffer: Any) -> tuple[Any, ...]:
-    return the_checks_of_the_original(buffer, False), bits_and_strides(buffer), shapes_change(buffer)
+    blocking, in_halves = the_checks_of_the_original(buffer, False), the_checks_of_the_original(buffer, True)
+    return blocking, in_halves, bits_and_strides(buffer), two_micro_batches(buffer), shapes_change(buffer)
 
 
 def test_with_ranks_over_gloo(tmp_path: Path) -> None:
     results = ew.spawn(over_gloo, RANKS, str(tmp_path / "store"), all_parts, timeout_s=100)
-    assert results == [(2 * len(FORMATS), True, True)] * RANKS
+    assert results == [(2 * len(FORMATS), 2 * len(FORMATS), True, True, True)] * RANKS

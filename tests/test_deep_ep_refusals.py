@@ -104,6 +104,26 @@ def test_wrong_combine() -> None:
     other.destroy()
 
 
+def test_hooks_in_the_wrong_order_are_refused() -> None:
+    buffer = single()
+    call = good_dispatch(return_recv_hook=True)
+    rows, _, handle, _, hook = buffer.low_latency_dispatch(**call)
+    combine = (rows, call["topk_idx"], torch.ones(2, 2), handle)
+    with pytest.raises(ew.HandleError, match="received"):
+        buffer.low_latency_combine(*combine)
+    hook()
+    combined, _, _ = buffer.low_latency_combine(*combine)
+    assert torch.equal(combined, call["x"] * torch.tensor([[2], [1]]).bfloat16())
+    hooks = [buffer.low_latency_dispatch(**call)[4] for _ in range(2)]
+    with pytest.raises(ew.HandleError, match="received"):  # a third one would need a lane
+        buffer.low_latency_dispatch(**call)
+    hooks.pop(0)()
+    buffer.low_latency_dispatch(**call)[4]()
+    buffer.destroy()
+    with pytest.raises(ew.InvalidArgumentError, match="closed"):
+        hooks[0]()
+
+
 def test_events() -> None:
     buffer = single()
     call = good_dispatch(async_finish=True)

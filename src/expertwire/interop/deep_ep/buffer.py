@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from expertwire.communicator import MoECommunicator
 from expertwire.errors import InvalidArgumentError, UnsupportedError
 from expertwire.groups import Group
 from expertwire.interop.arrays import refuse
@@ -15,11 +17,11 @@ from expertwire.interop.deep_ep import arguments
 from expertwire.interop.deep_ep.communicators import LANES, Communicators
 from expertwire.interop.deep_ep.dispatched import Dispatched, LowLatencyHandle, Routing, answer, opened, received_rows
 from expertwire.interop.deep_ep.events import EventHandle, EventOverlap
+from expertwire.interop.deep_ep.hooks import RecvHook
 from expertwire.interop.deep_ep.left_out import LeftOut, refuse_unknown
 from expertwire.interop.deep_ep.waiting import WaitingTimes
+from expertwire.requests import MoERequest
 from expertwire.types import Array, PeerLossPolicy
-
-Hook = Callable[[], None]
 
 _BF16_BYTES = 2
 _ROW_BUFFERS = 2  # what dispatch returns, and what combine takes
@@ -140,7 +142,7 @@ class Buffer(LeftOut):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         **unknown: object,
-    ) -> tuple[Any, Array, LowLatencyHandle, EventOverlap, Hook | None]:
+    ) -> tuple[Any, Array, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """Sends tokens to the ranks of their experts and receives those for the experts of this rank. Collective.
 
         Args:
@@ -173,14 +175,21 @@ class Buffer(LeftOut):
         routing = Routing(problem, self.group_size, cumulative_local_expert_recv_stats)
         waiting = WaitingTimes(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", self.group_size, problem)
         comm = self._communicators.get(problem)
-        with self._stream(async_finish, problem.device) as event, waiting.of(comm):
-            output, core_handle = comm.dispatch(x, topk_idx)
+        hook = None
+        with self._stream(async_finish, problem.device) as event:
+            if return_recv_hook:
+                request = comm.dispatch_async(x, topk_idx)
+                output, core_handle = request.result
+                hook = RecvHook("low_latency_dispatch", partial(_receive, waiting, comm, request, routing))
+            else:
+                with waiting.of(comm):
+                    output, core_handle = comm.dispatch(x, topk_idx)
+                routing.read(output)
             self._communicators.used(problem)
-            routing.read(output)
         handle = routing.handle(Dispatched(self._communicators, comm, problem, output, core_handle))
         rows, counts = received_rows(output), output.layout.num_tokens_per_expert
         kept = (x, topk_idx, rows, counts, *handle[:2], cumulative_local_expert_recv_stats)
-        return rows, counts, handle, event(kept), None
+        return rows, counts, handle, event(kept), hook
 
     def low_latency_combine(
         self,
@@ -196,7 +205,7 @@ class Buffer(LeftOut):
         out: Array | None = None,
         combine_wait_recv_cost_stats: Array | None = None,
         **unknown: object,
-    ) -> tuple[Array, EventOverlap, Hook | None]:
+    ) -> tuple[Array, EventOverlap, RecvHook | None]:
         """Returns expert outputs to their tokens' ranks and sums them with the weights. Collective.
 
         Args:
@@ -230,9 +239,15 @@ class Buffer(LeftOut):
         problem = dispatched.problem
         waiting = WaitingTimes(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", self.group_size, problem)
         comm, sent = dispatched.comm, dispatched.output.combine_input_buffer if zero_copy else x
-        with self._stream(async_finish, problem.device) as event, waiting.of(comm):
-            comm.combine(sent, dispatched.handle, weights=topk_weights, out=out)
-        return out, event((sent, topk_idx, topk_weights, *handle[:2], out)), None
+        hook = None
+        with self._stream(async_finish, problem.device) as event:
+            if return_recv_hook:
+                request = comm.combine_async(sent, dispatched.handle, weights=topk_weights, out=out)
+                hook = RecvHook("low_latency_combine", partial(_receive, waiting, comm, request))
+            else:
+                with waiting.of(comm):
+                    comm.combine(sent, dispatched.handle, weights=topk_weights, out=out)
+        return out, event((sent, topk_idx, topk_weights, *handle[:2], out)), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Array:
         """What combine reads with ``zero_copy=True``: bfloat16 [L, R*M, H], to be filled by the caller."""
@@ -293,8 +308,6 @@ class Buffer(LeftOut):
             raise InvalidArgumentError(f"{method}: this Buffer was made with low_latency_mode=False")
         refuse_unknown(method, unknown)
         arguments.finishing(async_finish, return_recv_hook)
-        if return_recv_hook:
-            raise UnsupportedError(f"{method}: return_recv_hook = True: this version has blocking calls only")
 
     def _enter_mask(self, method: str) -> None:
         self._enter(method, {}, False, False)
@@ -321,3 +334,10 @@ def _group_of(group: Any, comm: Any) -> Group:
     if isinstance(group, Group):
         return group
     return Group.from_mpi(comm) if group is None else Group.from_torch(group)
+
+
+def _receive(waiting: WaitingTimes, comm: MoECommunicator, request: MoERequest, routing: Routing | None = None) -> None:
+    with waiting.of(comm):
+        result = request.wait()
+    if routing is not None:
+        routing.read(result[0])

@@ -114,6 +114,7 @@ class Communicators:
             combine_mode=CombineMode.DIRECT_SEND,  # rounds once, and weights that come with combine cost nothing
             quant=problem.quant,
             max_in_flight=LANES,
+            two_phase=True,  # for hooks
             device=problem.device,
             timeout_s=self._timeout_s,
             on_peer_loss=self._on_peer_loss,
