@@ -10,7 +10,7 @@ from expertwire.errors import InvalidArgumentError
 from expertwire.interop.arrays import refuse
 from expertwire.interop.deep_ep.communicators import Problem
 from expertwire.interop.torch_arrays import TorchAdapter
-from expertwire.types import SCALE_BLOCK, DispatchDataType, QuantConfig, ScaleFormat, ScaleLayout
+from expertwire.types import SCALE_BLOCK
 
 _adapter = cache(TorchAdapter)
 _INDEX_NAMES = {torch.int64: "int64", torch.int32: "int32"}
@@ -53,23 +53,16 @@ def finishing(async_finish: bool, return_recv_hook: bool) -> None:
         )
 
 
-def payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> QuantConfig:
-    """The format of the rows; scales have token stride 1."""
+def payload_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str:
+    """The format of the rows, one of ``communicators.FORMATS``."""
     if not use_fp8:
-        return QuantConfig()
+        return "bf16"
     if use_ue8m0 and not round_scale:
         refuse("use_ue8m0", "True", "needs round_scale=True: an exponent alone holds powers of two only")
-    return QuantConfig(
-        format=DispatchDataType.FP8_E4M3,
-        round_scale_pow2=bool(round_scale),
-        scale_format=ScaleFormat.UE8M0 if use_ue8m0 else ScaleFormat.FLOAT32,
-        scale_layout=ScaleLayout.COLUMN,
-    )
+    return "fp8_ue8m0" if use_ue8m0 else "fp8_rounded" if round_scale else "fp8"
 
 
-def problem_of(
-    x: object, topk_idx: object, most: object, num_experts: object, num_ranks: int, quant: QuantConfig
-) -> Problem:
+def problem_of(x: object, topk_idx: object, most: object, num_experts: object, num_ranks: int, payload: str) -> Problem:
     """Checks the tensors of a dispatch and says which problem they belong to."""
     num_tokens_allowed = positive(most, "num_max_dispatch_tokens_per_rank")
     all_experts = positive(num_experts, "num_experts")
@@ -85,4 +78,4 @@ def problem_of(
         refuse("x", f"tensor on {device}", "must be on the CPU or on CUDA")
     tensor(x, "x", "bfloat16", tuple(x.shape), device)
     num_topk = experts(topk_idx, x.shape[0], device)
-    return Problem(num_tokens_allowed, x.shape[1], all_experts, num_topk, device, quant)
+    return Problem(num_tokens_allowed, x.shape[1], all_experts, num_topk, device, payload)

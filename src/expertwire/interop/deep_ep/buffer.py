@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -170,13 +169,14 @@ class Buffer(LeftOut):
             PeerLostError: a rank did not take part.
         """
         self._enter("low_latency_dispatch", unknown, async_finish, return_recv_hook)
-        most, quant = num_max_dispatch_tokens_per_rank, arguments.payload(use_fp8, round_scale, use_ue8m0)
-        problem = arguments.problem_of(x, topk_idx, most, num_experts, self.group_size, quant)
+        most, payload = num_max_dispatch_tokens_per_rank, arguments.payload_of(use_fp8, round_scale, use_ue8m0)
+        problem = arguments.problem_of(x, topk_idx, most, num_experts, self.group_size, payload)
         routing = Routing(problem, self.group_size, cumulative_local_expert_recv_stats)
         waiting = WaitingTimes(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", self.group_size, problem)
         comm = self._communicators.get(problem)
         hook = None
-        with self._stream(async_finish, problem.device) as event:
+        stream = self._forked_stream(async_finish, problem.device)
+        with torch.cuda.stream(stream) if stream else nullcontext():
             if return_recv_hook:
                 request = comm.dispatch_async(x, topk_idx)
                 output, core_handle = request.result
@@ -188,8 +188,8 @@ class Buffer(LeftOut):
             self._communicators.used(problem)
         handle = routing.handle(Dispatched(self._communicators, comm, problem, output, core_handle))
         rows, counts = received_rows(output), output.layout.num_tokens_per_expert
-        kept = (x, topk_idx, rows, counts, *handle[:2], cumulative_local_expert_recv_stats)
-        return rows, counts, handle, event(kept), hook
+        kept = (x, topk_idx, rows, counts, handle, cumulative_local_expert_recv_stats)
+        return rows, counts, handle, _event(async_finish, stream, kept), hook
 
     def low_latency_combine(
         self,
@@ -240,14 +240,16 @@ class Buffer(LeftOut):
         waiting = WaitingTimes(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", self.group_size, problem)
         comm, sent = dispatched.comm, dispatched.output.combine_input_buffer if zero_copy else x
         hook = None
-        with self._stream(async_finish, problem.device) as event:
+        stream = self._forked_stream(async_finish, problem.device)
+        with torch.cuda.stream(stream) if stream else nullcontext():
             if return_recv_hook:
                 request = comm.combine_async(sent, dispatched.handle, weights=topk_weights, out=out)
                 hook = RecvHook("low_latency_combine", partial(_receive, waiting, comm, request))
             else:
                 with waiting.of(comm):
                     comm.combine(sent, dispatched.handle, weights=topk_weights, out=out)
-        return out, event((sent, topk_idx, topk_weights, *handle[:2], out)), hook
+            self._communicators.used(problem)
+        return out, _event(async_finish, stream, (sent, topk_idx, topk_weights, handle, out)), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Array:
         """What combine reads with ``zero_copy=True``: bfloat16 [L, R*M, H], to be filled by the caller."""
@@ -314,18 +316,17 @@ class Buffer(LeftOut):
         if not self.enable_shrink:
             raise InvalidArgumentError(f"{method}: this Buffer was made with enable_shrink=False")
 
-    @contextlib.contextmanager
-    def _stream(self, async_finish: bool, device: str) -> Iterator[Callable[[tuple[Any, ...]], EventOverlap]]:
-        """Runs a call where it belongs. Gives what makes its EventOverlap, of the tensors that must be kept."""
-        if not async_finish:
-            yield lambda _: EventOverlap()
-        elif device == "cpu":
-            yield lambda kept: EventOverlap(EventHandle(), kept)
-        else:
-            stream = self.get_comm_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                yield lambda kept: EventOverlap(EventHandle(stream), kept)
+    def _forked_stream(self, async_finish: bool, device: str) -> Any:
+        """The communication stream, behind what the current one has to do, if a call is to run there."""
+        if not async_finish or device == "cpu":
+            return None
+        stream = self.get_comm_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        return stream
+
+
+def _event(async_finish: bool, stream: Any, kept: tuple[Any, ...]) -> EventOverlap:
+    return EventOverlap(EventHandle(stream), kept) if async_finish else EventOverlap()
 
 
 def _group_of(group: Any, comm: Any) -> Group:

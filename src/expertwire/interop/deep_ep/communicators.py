@@ -1,12 +1,13 @@
 """The communicators behind a Buffer: one for each shape and format that calls have used, made when the first one comes.
 
 Calls are collective and their shapes are equal on all ranks, so every rank makes, uses and drops the same ones in the
-same order. Their number is bounded: one more than :data:`MOST` drops the one whose last dispatch is the oldest.
+same order. Their number is bounded: one more than :data:`MOST` drops the one whose last call is the oldest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +16,12 @@ from expertwire.errors import InvalidArgumentError, PeerLostError, UnsupportedEr
 from expertwire.groups import Group
 from expertwire.types import (
     CombineMode,
+    DispatchDataType,
     DispatchLayout,
     PeerLossPolicy,
     QuantConfig,
+    ScaleFormat,
+    ScaleLayout,
 )
 
 #: Most communicators that a Buffer holds at a time. One layer shape in BF16 and all three FP8 formats takes four.
@@ -26,16 +30,37 @@ MOST = 8
 LANES = 2
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a communicator is made for, in the words of the drop-in's callers; equal on all ranks but for the device."""
+def _fp8(round_scale: bool, scale_format: ScaleFormat) -> QuantConfig:
+    return QuantConfig(DispatchDataType.FP8_E4M3, round_scale, scale_format, ScaleLayout.COLUMN)
+
+
+#: Payload of the rows. Scales have token stride 1.
+FORMATS = {
+    "bf16": QuantConfig(),
+    "fp8": _fp8(False, ScaleFormat.FLOAT32),
+    "fp8_rounded": _fp8(True, ScaleFormat.FLOAT32),
+    "fp8_ue8m0": _fp8(True, ScaleFormat.UE8M0),
+}
+
+
+class Problem(NamedTuple):
+    """What a communicator is made for, in the words of the drop-in's callers; equal on all ranks but for the device.
+
+    Attributes:
+        num_max_dispatch_tokens_per_rank: M.
+        hidden: H.
+        num_experts: E.
+        num_topk: K.
+        device: ``"cpu"`` or ``"cuda:3"``.
+        payload: one of :data:`FORMATS`.
+    """
 
     num_max_dispatch_tokens_per_rank: int
     hidden: int
     num_experts: int
     num_topk: int
     device: str
-    quant: QuantConfig
+    payload: str
 
 
 @dataclass
@@ -72,7 +97,7 @@ class Communicators:
         return self._make(problem) if kept is None else kept.comm
 
     def used(self, problem: Problem) -> None:
-        """Notes that a dispatch has been sent: only then have all ranks made the same call."""
+        """Notes that a call has gone out: only then is it one that all ranks have made."""
         kept = self._kept[problem] = self._kept.pop(problem)
         kept.in_graph = kept.in_graph or is_capturing(problem.device)
 
@@ -112,7 +137,7 @@ class Communicators:
             max_tokens_per_rank=problem.num_max_dispatch_tokens_per_rank,
             output_layout=DispatchLayout.EXPERT_MAJOR,
             combine_mode=CombineMode.DIRECT_SEND,  # rounds once, and weights that come with combine cost nothing
-            quant=problem.quant,
+            quant=FORMATS[problem.payload],
             max_in_flight=LANES,
             two_phase=True,  # for hooks
             device=problem.device,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,6 +14,7 @@ from expertwire.interop.deep_ep.communicators import Problem
 from expertwire.types import Array
 
 _NANOSECONDS = 1e9
+_NOTHING = nullcontext()
 
 
 class WaitingTimes:
@@ -37,14 +38,15 @@ class WaitingTimes:
             if problem.device != "cpu":
                 raise UnsupportedError(f"{name}: waiting times of a call are there on the CPU only in this version")
 
-    @contextlib.contextmanager
-    def of(self, comm: MoECommunicator) -> Iterator[None]:
+    def of(self, comm: MoECommunicator) -> AbstractContextManager[None]:
         """Adds what the calls in the block wait, in nanoseconds."""
-        if self._total is None:
-            yield
-            return
+        return _NOTHING if self._total is None else self._measured(comm, self._total)
+
+    @staticmethod
+    @contextmanager
+    def _measured(comm: MoECommunicator, total: Array) -> Iterator[None]:
         before = comm.stats().source_wait_seconds
         yield
         after = comm.stats().source_wait_seconds
         waited = [round((end - start) * _NANOSECONDS) for start, end in zip(before, after, strict=True)]
-        self._total.add_(torch.tensor(waited, dtype=torch.int64))
+        total.add_(torch.tensor(waited, dtype=torch.int64))
