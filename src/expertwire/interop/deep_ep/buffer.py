@@ -320,8 +320,9 @@ class Buffer(LeftOut):
         """The communication stream, behind what the current one has to do, if a call is to run there."""
         if not async_finish or device == "cpu":
             return None
-        stream = self.get_comm_stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.device(device):
+            stream = self.get_comm_stream()
+            stream.wait_stream(torch.cuda.current_stream())
         return stream
 
 
