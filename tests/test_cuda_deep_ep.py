@@ -23,6 +23,12 @@ SUMS = [[0.75], [2.0], [2.0]]  # of the weights whose slots select something
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def _not_while_kernels_are_listed(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("list_kernels", None) is not None:
+        pytest.skip("compiles its kernels as it runs")
+
+
 def single() -> deep_ep.Buffer:
     return deep_ep.Buffer(ew.local_group(1)[0], low_latency_mode=True)
 
