@@ -1,6 +1,7 @@
 # make run    install into .venv and run the main job          make lint      ruff, mypy, clang-format
 # make test   C++ tests, then pytest                           make sanitize  C++ tests under ASan + UBSan, and TSan
 # make format rewrite sources in the house style               make wheel     a wheel for other machines, into dist
+# make docs   the site, into build/site; warnings are errors
 # make clean  remove .venv, build, dist and caches
 #
 # PYTHON=python3.12      another interpreter for .venv         EXTRAS=torch,mpi   more extras for make test
@@ -50,7 +51,7 @@ cxx_tests = @echo "C++ tests in build/$(1)"; mkdir -p build; \
 
 SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g"
 
-.PHONY: run test lint format sanitize wheel clean
+.PHONY: run test lint format sanitize wheel docs clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/stamp-package
@@ -81,6 +82,9 @@ wheel: $(VENV)/stamp-dev
 	SKBUILD_BUILD_DIR=build/python $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
+docs: $(VENV)/stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
@@ -93,6 +97,10 @@ $(TEST_STAMP): $(VENV)/stamp-venv $(SOURCES)
 
 $(VENV)/stamp-dev: $(VENV)/stamp-venv pyproject.toml
 	$(call install,dev)
+	@touch $@
+
+$(VENV)/stamp-docs: $(VENV)/stamp-venv pyproject.toml
+	$(call install,docs)
 	@touch $@
 
 # The environment holds what building needs, too: scikit-build-core names cmake and ninja if this machine lacks them.

@@ -1,7 +1,7 @@
 """Models of the wire protocol for ``state_explorer.py``: a few ranks and operations, one step for each atomic access.
 
 :class:`PullProtocol` is the protocol of the CPU backend (docs/protocol.md): a rank fills its own buffer, posts the
-epoch in its own word, and then reads what the others hold for it. :class:`SleepProtocol` is how one sleeps on a word.
+epoch in its own word, and then reads what the others hold for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Change(Enum):
     IGNORE_AHEAD = auto()  # a word further ahead than that is waited for as if it were behind
     SKIP_KNOWN_LOST = auto()  # words of a rank known as lost are left as they are
     TRUST_KNOWN_LOST = auto()  # words of a rank known as lost are read like any other's
+    LOST_IS_ABSENT = auto()  # a rank that is lost is absent also from what was sent before it was known to be
     NO_CLOSE = auto()  # a rank that closes leaves no mark for those that wait for it
 
 
@@ -49,11 +50,14 @@ class Scenario:
     Attributes:
         num_ranks: ranks.
         program: operations in order, e.g. ``"D0 E0 C0 D1"``: dispatch, entry of a combine, or combine; and the lane.
+            ``"D0<"`` only sends, and ``"D0>"`` receives what was sent last on the lane.
+        programs: (rank, program) of ranks that receive in another order. All send in the same.
         mask: policy on loss: go on without the lost ranks, or raise.
         give_up: when a rank may be given up.
         max_deaths: how many ranks may die, each before any of its steps.
         leaves_after: (rank, operations): this rank closes early, after so many operations.
         silent: (operation index, source, reader) triples for which the source holds nothing.
+        unheard: such triples of entries that the reader does not wait for: the combine behind it observes all.
         in_turn: peers are observed and read one after another by rank. Otherwise in any order, and any number is
             observed before the first is read: more states, and every implementation is among them.
         num_epochs: epochs run 1 ... num_epochs and start again at 1.
@@ -62,11 +66,13 @@ class Scenario:
 
     num_ranks: int
     program: str
+    programs: tuple[tuple[int, str], ...] = ()
     mask: bool = False
     give_up: GiveUp = GiveUp.ANY_TIME
     max_deaths: int = 0
     leaves_after: tuple[int, int] | None = None
     silent: frozenset[tuple[int, int, int]] = field(default_factory=frozenset)
+    unheard: frozenset[tuple[int, int, int]] = field(default_factory=frozenset)
     in_turn: bool = False
     num_epochs: int = 64
     change: Change = Change.NONE
@@ -94,8 +100,9 @@ class _Operation:
     buffer: int
 
 
-# One rank: (status, operation, phase, what it knows of each rank in it, has read wrong data, ranks known as lost)
-_Rank = tuple[int, int, int, tuple[int, ...], bool, int]
+# One rank: (status, place in its program, phase, what it knows of each rank in it, has read wrong data, losses). A loss
+# is one more than the operations that had been sent when the rank was lost, and 0 of one that is not.
+_Rank = tuple[int, int, int, tuple[int, ...], bool, tuple[int, ...]]
 # All: (ranks, words by rank and channel, halves by rank and channel and buffer, participants by operation, fault)
 _State = tuple[tuple[_Rank, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
 
@@ -113,29 +120,59 @@ class PullProtocol:
         self.operations: list[_Operation] = []
         channels: dict[str, int] = {}
         serials: dict[str, int] = {}
-        for index, name in enumerate(scenario.program.split()):
+        for name in (part.rstrip("<") for part in scenario.program.split() if not part.endswith(">")):
             channel = channels.setdefault(name, len(channels))
             serial = serials[name] = serials.get(name, 0) + 1
             before, epoch, after = ((serial + shift) % scenario.num_epochs + 1 for shift in (-2, -1, 0))
             buffer = 0 if self.change is Change.SINGLE_BUFFER else epoch % 2
             before = 0 if serial == 1 else before
+            index = len(self.operations)
             self.operations.append(_Operation(index, name, channel, serial, epoch, before, after, buffer))
         self.num_channels = len(channels)
+        own = dict(scenario.programs)
+        self.programs = [self._program(own.get(rank, scenario.program)) for rank in range(scenario.num_ranks)]
+        # By rank and place: operations that are still to be received from there on, as bits; how many have been sent.
+        self.awaited = [
+            [sum(1 << step[0].index for step in program[at:] if step[2]) for at in range(len(program) + 1)]
+            for program in self.programs
+        ]
+        self.num_sent = [
+            [sum(step[1] for step in program[: at + 1]) for at in range(len(program))] for program in self.programs
+        ]
+        self.is_split = "<" in scenario.program
         self.order = (WRITE_FIRST, WRITE_SECOND, POST, GATHER)
         if self.change is Change.POST_BEFORE_WRITE:
             self.order = (POST, WRITE_FIRST, WRITE_SECOND, GATHER)
         self.everyone = (1 << scenario.num_ranks) - 1
 
+    def _program(self, text: str) -> list[tuple[_Operation, bool, bool]]:
+        """What a rank does, one after another: (operation, sends it, receives it)."""
+        steps: list[tuple[_Operation, bool, bool]] = []
+        sent = 0
+        for part in text.split():
+            if part.endswith(">"):
+                last = next(step[0] for step in reversed(steps) if step[1] and step[0].name == part[:-1])
+                steps.append((last, False, True))
+            else:
+                steps.append((self.operations[sent], True, not part.endswith("<")))
+                assert self.operations[sent].name == part.rstrip("<"), "ranks send in the same order"
+                sent += 1
+        return steps
+
     def initial(self) -> _State:
         ranks = self.scenario.num_ranks
         words = (0,) * (ranks * self.num_channels)
-        return (self._begin(0, 0),) * ranks, words, (0,) * (len(words) * 4), (0,) * len(self.operations), ""
+        nobody = (0,) * ranks
+        starts = tuple(self._begin(rank, 0, nobody) for rank in range(ranks))
+        return starts, words, (0,) * (len(words) * 4), (0,) * len(self.operations), ""
 
-    def _begin(self, index: int, lost: int) -> _Rank:
-        return RUNS, index, 0, (), False, lost
+    def _begin(self, me: int, place: int, lost: tuple[int, ...], wrong: bool = False) -> _Rank:
+        if place < len(self.programs[me]) and not self.programs[me][place][1]:
+            return RUNS, place, self.order.index(GATHER), self._seen_first(me, place, lost), wrong, lost
+        return RUNS, place, 0, (), wrong, lost
 
     def _end(self, status: int, num_completed: int) -> _Rank:
-        return status, num_completed, 0, (), False, 0
+        return status, num_completed, 0, (), False, ()
 
     def _word(self, rank: int, operation: _Operation) -> int:
         return rank * self.num_channels + operation.channel
@@ -168,7 +205,7 @@ class PullProtocol:
             if rank[1] == self._num_operations(me):
                 yield (me, "closes"), self._with_rank(state, me, self._end(DONE, rank[1]))
                 continue
-            operation = self.operations[rank[1]]
+            operation = self.programs[me][rank[1]][0]
             phase = self.order[rank[2]]
             if phase in (WRITE_FIRST, WRITE_SECOND):
                 yield self._write(state, me, operation, phase - WRITE_FIRST)
@@ -179,28 +216,38 @@ class PullProtocol:
 
     def _num_operations(self, rank: int) -> int:
         leaves = self.scenario.leaves_after
-        return leaves[1] if leaves and leaves[0] == rank else len(self.operations)
+        return leaves[1] if leaves and leaves[0] == rank else len(self.programs[rank])
 
     def _with_rank(self, state: _State, me: int, rank: _Rank) -> _State:
         return (_replaced(state[0], me, rank), *state[1:])
 
-    def _advanced(self, me: int, rank: _Rank, operation: _Operation) -> _Rank:
+    def _advanced(self, me: int, rank: _Rank) -> _Rank:
         """The rank in its next phase; entering GATHER it knows nothing of any other rank yet."""
         phase = rank[2] + 1
         if self.order[phase] != GATHER:
-            return RUNS, rank[1], phase, (), False, rank[5]
+            return RUNS, rank[1], phase, (), rank[4], rank[5]
+        if not self.programs[me][rank[1]][2]:
+            return self._begin(me, rank[1] + 1, rank[5], rank[4])
+        return RUNS, rank[1], phase, self._seen_first(me, rank[1], rank[5]), rank[4], rank[5]
+
+    def _seen_first(self, me: int, place: int, lost: tuple[int, ...]) -> tuple[int, ...]:
+        index = self.programs[me][place][0].index
         silent = self.scenario.silent if self.change is Change.SKIP_SILENT else frozenset()
-        skipped = rank[5] if self.change is Change.SKIP_KNOWN_LOST else 0
-        seen = tuple(
-            READ if peer == me or (operation.index, peer, me) in silent else ABSENT if skipped >> peer & 1 else UNSEEN
-            for peer in range(self.scenario.num_ranks)
-        )
-        return RUNS, rank[1], phase, seen, False, rank[5]
+        skips_lost = self.change is Change.SKIP_KNOWN_LOST
+
+        def knows(peer: int) -> int:
+            if skips_lost and lost[peer]:
+                return ABSENT
+            link = (index, peer, me)
+            skipped = peer == me or link in silent or (link in self.scenario.unheard and not lost[peer])
+            return READ if skipped else UNSEEN
+
+        return tuple(knows(peer) for peer in range(self.scenario.num_ranks))
 
     def _write(self, state: _State, me: int, operation: _Operation, half: int) -> tuple[Step, _State]:
         ranks, words, halves, participants, fault = state
         halves = _replaced(halves, self._half(me, operation, half), operation.serial)
-        ranks = _replaced(ranks, me, self._advanced(me, ranks[me], operation))
+        ranks = _replaced(ranks, me, self._advanced(me, ranks[me]))
         return (me, "writes half", half, operation), (ranks, words, halves, participants, fault)
 
     def _post(self, state: _State, me: int, operation: _Operation) -> tuple[Step, _State]:
@@ -211,7 +258,7 @@ class PullProtocol:
         if words[at] != expected and self.change is not Change.BLIND_POST:
             return (me, "finds itself lost posting", operation), self._raised(state, me, operation)
         words = _replaced(words, at, 2 if constant else operation.epoch * 2)
-        ranks = _replaced(ranks, me, self._advanced(me, ranks[me], operation))
+        ranks = _replaced(ranks, me, self._advanced(me, ranks[me]))
         return (me, "posts", operation), (ranks, words, halves, participants, fault)
 
     def _raised(self, state: _State, me: int, operation: _Operation) -> _State:
@@ -223,8 +270,10 @@ class PullProtocol:
         for peer, knowledge in enumerate(seen):
             if knowledge in (READ, ABSENT):
                 continue
-            if knowledge == UNSEEN and state[0][me][5] >> peer & 1 and self.change is not Change.TRUST_KNOWN_LOST:
-                yield self._give_up(state, me, peer, operation, then=ABSENT)
+            lost_at = state[0][me][5][peer]
+            if knowledge == UNSEEN and lost_at and self.change is not Change.TRUST_KNOWN_LOST:
+                counts = lost_at > operation.index + 1 and self.change is not Change.LOST_IS_ABSENT
+                yield self._give_up(state, me, peer, operation, then=TOLD if counts else ABSENT)
             elif knowledge in (UNSEEN, TOLD):
                 yield from self._observe(state, me, peer, operation)
             elif knowledge == GIVING_UP:
@@ -238,8 +287,8 @@ class PullProtocol:
 
     def _learn(self, state: _State, me: int, peer: int, knowledge: int, right: bool = True) -> _State:
         status, index, phase, seen, wrong, lost = state[0][me]
-        if knowledge == ABSENT:
-            lost |= 1 << peer
+        if knowledge == ABSENT and not lost[peer]:
+            lost = _replaced(lost, peer, 1 + self.num_sent[me][index])
         rank = (status, index, phase, _replaced(seen, peer, knowledge), wrong or not right, lost)
         return self._with_rank(state, me, rank)
 
@@ -289,23 +338,26 @@ class PullProtocol:
 
     def _finish(self, state: _State, me: int, operation: _Operation) -> tuple[Step, _State]:
         ranks, words, halves, participants, fault = state
-        _, index, _, seen, wrong, lost = ranks[me]
+        _, place, _, seen, wrong, lost = ranks[me]
         rechecks = (
             self.change is not Change.NO_RECHECK if self.scenario.mask else self.change is Change.RECHECK_UNDER_RAISE
         )
-        if rechecks and words[self._word(me, operation)] & LOST:
+        returns = operation.name[0] != "E"  # what was read in an entry shows in the combine behind it
+        if returns and rechecks and words[self._word(me, operation)] & LOST:
             return (me, "finds itself lost ending", operation), self._raised(state, me, operation)
         present = sum(1 << peer for peer, knowledge in enumerate(seen) if knowledge == READ)
-        if wrong:
+        if wrong and returns:
             fault = f"rank {me} returns wrong data from {_words(operation)}"
-        elif participants[index] not in (0, present):
+        elif participants[operation.index] not in (0, present) and not any(
+            operation.index == unheard[0] for unheard in self.scenario.unheard
+        ):
             fault = f"ranks disagree who took part in {_words(operation)}"
-        ranks = _replaced(ranks, me, self._begin(index + 1, lost))
-        behind = min(
-            (rank[1] for rank in ranks if rank[0] == RUNS), default=0
-        )  # nobody will compare with what is older
-        participants = _replaced(participants, index, present)
-        participants = tuple(0 if at < behind else who for at, who in enumerate(participants))
+        ranks = _replaced(ranks, me, self._begin(me, place + 1, lost, wrong and not returns))
+        participants = _replaced(participants, operation.index, present)
+        awaited = 0  # those that have completed are compared with those that will
+        for rank, of_place in zip(ranks, self.awaited, strict=True):
+            awaited |= of_place[rank[1]] if rank[0] == RUNS else 0
+        participants = tuple(who if awaited >> index & 1 else 0 for index, who in enumerate(participants))
         return (me, "completes", operation), (ranks, words, halves, participants, fault)
 
     def fault(self, state: _State) -> str:
@@ -324,7 +376,8 @@ class PullProtocol:
             if scenario.give_up is not GiveUp.ANY_TIME and not all(done):
                 return "a rank that was never late is lost"
         else:
-            if scenario.leaves_after is None and len({rank[1] for rank in alive}) > 1:
+            # Who ends while others have received what it has only sent will never receive that.
+            if scenario.leaves_after is None and not self.is_split and len({rank[1] for rank in alive}) > 1:
                 return "an operation completed on one live rank and not on another"
             if scenario.give_up is GiveUp.NEVER and not all(done):
                 return "a rank raises without a reason"
@@ -339,62 +392,3 @@ def _words(part: Any) -> str:
         return str(part)
     kind = {"D": "dispatch", "E": "combine entry", "C": "combine"}[part.name[0]]
     return f"{kind} {part.serial} (lane {part.name[1:]})"
-
-
-class SleepProtocol:
-    """How ranks sleep on a word: no post may be missed. There are no naps here, so that a missed wake-up is a hang.
-
-    A waiter counts itself, reads the word, and asks the kernel to sleep if the word still holds what it read. The owner
-    posts, reads the count, and wakes if it is not zero. ``count_first=False`` lets the owner read the count before it
-    posts, which is what a processor may do if the two accesses are not sequentially consistent.
-    """
-
-    def __init__(self, num_waiters: int = 2, num_posts: int = 2, count_first: bool = False) -> None:
-        self.num_waiters = num_waiters
-        self.num_posts = num_posts
-        self.count_first = count_first
-
-    # State: (word, waiters counted, owner (posts, seen count or None), waiters (place, word read, epoch wanted))
-    def initial(self) -> Any:
-        return 0, 0, (0, "idle", 0), (("count", 0, 1),) * self.num_waiters
-
-    def successors(self, state: Any) -> Iterator[tuple[Step, Any]]:
-        word, counted, owner, waiters = state
-        yield from self._owner_steps(state)
-        for me, (place, read, wanted) in enumerate(waiters):
-            if place == "count":
-                yield (me, "counts itself"), (word, counted + 1, owner, _replaced(waiters, me, ("look", read, wanted)))
-            elif place == "look":
-                then = "leave" if word >= wanted else "sleep"
-                yield (me, "reads", word), (word, counted, owner, _replaced(waiters, me, (then, word, wanted)))
-            elif place == "sleep":  # the kernel compares and queues in one step
-                then = "asleep" if word == read else "look"
-                yield (me, "calls futex"), (word, counted, owner, _replaced(waiters, me, (then, read, wanted)))
-            elif place == "leave":
-                then = "done" if wanted == self.num_posts else "count"
-                yield (me, "leaves"), (word, counted - 1, owner, _replaced(waiters, me, (then, 0, wanted + 1)))
-
-    def _owner_steps(self, state: Any) -> Iterator[tuple[Step, Any]]:
-        word, counted, (posts, place, seen), waiters = state
-        if place == "idle" and posts < self.num_posts:
-            if self.count_first:
-                yield ("owner", "reads the count"), (word, counted, (posts, "counted", counted), waiters)
-            else:
-                yield ("owner", "posts"), (word + 1, counted, (posts + 1, "posted", 0), waiters)
-        elif place == "counted":
-            yield ("owner", "posts"), (word + 1, counted, (posts + 1, "wake", seen), waiters)
-        elif place == "posted":
-            yield ("owner", "reads the count"), (word, counted, (posts, "wake", counted), waiters)
-        elif place == "wake":
-            if seen:
-                waiters = tuple(("look", *waiter[1:]) if waiter[0] == "asleep" else waiter for waiter in waiters)
-            yield ("owner", "wakes" if seen else "wakes nobody"), (word, counted, (posts, "idle", 0), waiters)
-
-    def fault(self, state: Any) -> str:  # noqa: ARG002  sleeping breaks no invariant, it may only never end
-        return ""
-
-    def final_fault(self, state: Any) -> str:
-        return "a waiter sleeps for ever" if any(waiter[0] != "done" for waiter in state[3]) else ""
-
-    def describe(self, step: Step) -> str:
-        return " ".join(str(part) for part in step)

@@ -25,7 +25,10 @@ def test_example_runs_as_printed(tmp_path: Path) -> None:
     assert all(same for _, same in ranks)
 
 
-@pytest.mark.parametrize("page", sorted(["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", path.read_text())

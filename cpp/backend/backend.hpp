@@ -48,6 +48,8 @@ struct Plan {
   std::string to_string() const;
 };
 
+enum class Step { DISPATCH, COMBINE };
+
 // All members but close() and the accessors are collective over ranks and throw Error. After a peer was lost under
 // PeerLossPolicy::RAISE, dispatch and combine throw PeerLost.
 class Backend {
@@ -56,6 +58,13 @@ class Backend {
   virtual const LaneBuffers& lane_buffers(int lane) const = 0;
   virtual void dispatch(int lane, const DispatchParams& params) = 0;
   virtual void combine(int lane, const CombineParams& params) = 0;
+  // The same in two phases: after `send` its inputs may change, and `receive` writes its outputs. Core sees to it that they
+  // alternate, and that a lane's dispatch and combine do not overlap.
+  virtual void send(int lane, const DispatchParams& params) = 0;
+  virtual void send(int lane, const CombineParams& params) = 0;
+  virtual void receive(Step step, int lane, void* stream) = 0;
+  // Before `receive`: whether it would wait for nobody, if that can be told. After it: whether the outputs are there.
+  virtual bool has_arrived(Step step, int lane) = 0;
   virtual RuntimeStats stats() const = 0;
   virtual std::vector<int> lost_ranks() const = 0;
   virtual bool is_available() const noexcept = 0;

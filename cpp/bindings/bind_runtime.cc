@@ -183,6 +183,42 @@ void update_placement(GuardedRuntime& self, const std::vector<int>& placement, s
   });
 }
 
+DispatchHandle dispatch_send(GuardedRuntime& self, const LatencyDispatchRequest& request) {
+  return self.enter([&](MoERuntime& runtime) {
+    const ReleasedGil released;
+    return runtime.dispatch_send(request);
+  });
+}
+
+void combine_send(GuardedRuntime& self, const LatencyCombineRequest& request) {
+  self.enter([&](MoERuntime& runtime) {
+    const ReleasedGil released;
+    runtime.combine_send(request);
+  });
+}
+
+void dispatch_receive(GuardedRuntime& self, const DispatchHandle& handle, std::uintptr_t stream) {
+  self.enter([&](MoERuntime& runtime) {
+    const ReleasedGil released;
+    runtime.dispatch_receive(handle, reinterpret_cast<void*>(stream));
+  });
+}
+
+void combine_receive(GuardedRuntime& self, const DispatchHandle& handle, std::uintptr_t stream) {
+  self.enter([&](MoERuntime& runtime) {
+    const ReleasedGil released;
+    runtime.combine_receive(handle, reinterpret_cast<void*>(stream));
+  });
+}
+
+bool dispatch_done(GuardedRuntime& self, const DispatchHandle& handle) {
+  return self.enter([&](MoERuntime& runtime) { return runtime.dispatch_done(handle); });
+}
+
+bool combine_done(GuardedRuntime& self, const DispatchHandle& handle) {
+  return self.enter([&](MoERuntime& runtime) { return runtime.combine_done(handle); });
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
@@ -194,6 +230,12 @@ void bind_runtime(nb::module_& m) {
       .def("dispatch", &dispatch, nb::arg("request"))
       .def("combine", &combine, nb::arg("request"))
       .def("update_placement", &update_placement, nb::arg("placement"), nb::arg("stream"), nb::arg("collective"))
+      .def("dispatch_send", &dispatch_send, nb::arg("request"))
+      .def("dispatch_receive", &dispatch_receive, nb::arg("handle"), nb::arg("stream") = 0)
+      .def("dispatch_done", &dispatch_done, nb::arg("handle"))
+      .def("combine_send", &combine_send, nb::arg("request"))
+      .def("combine_receive", &combine_receive, nb::arg("handle"), nb::arg("stream") = 0)
+      .def("combine_done", &combine_done, nb::arg("handle"))
       .def_prop_ro("rank", [](const GuardedRuntime& self) { return self.facts().rank(); })
       .def_prop_ro("num_ranks", [](const GuardedRuntime& self) { return self.facts().num_ranks(); })
       .def_prop_ro("num_local_experts", [](const GuardedRuntime& self) { return self.facts().num_local_experts(); })

@@ -55,21 +55,39 @@ void check_apart(std::initializer_list<Range> read, std::initializer_list<Range>
 
 }  // namespace
 
+// What a lane is in use for.
+struct LaneUse {
+  std::uint64_t sequence = 0;  // the dispatch whose output it holds
+  bool dispatch_gave_weights = false;
+  bool dispatch_is_sent = false, combine_is_sent = false;  // and not received
+};
+
 struct MoERuntime::Impl {
   std::uint64_t id = next_runtime_id();
   Problem problem;
   Plan plan;
   std::unique_ptr<Backend> backend;
-  std::shared_ptr<Bootstrap> bootstrap;      // with a placement: for its updates
-  std::vector<std::uint64_t> lane_sequence;  // the dispatch whose output each lane holds
+  std::shared_ptr<Bootstrap> bootstrap;  // with a placement: for its updates
+  std::vector<LaneUse> lanes;
   std::uint64_t num_dispatches = 0;
   bool closed = false;
 
-  int next_lane() const { return static_cast<int>(num_dispatches % lane_sequence.size()); }
+  int next_lane() const { return static_cast<int>(num_dispatches % lanes.size()); }
+  LaneUse& lane_of(const DispatchHandle& handle) { return lanes[static_cast<std::size_t>(handle.lane_)]; }
+  const LaneUse& lane_of(const DispatchHandle& handle) const { return lanes[static_cast<std::size_t>(handle.lane_)]; }
 
   void require_open(const char* operation) const {
     if (closed) refuse(std::string(operation) + ": the communicator is closed");
   }
+  void require_two_phase(const char* operation) const;
+  void require_received(const char* operation, int lane) const;
+  void require_own(const DispatchHandle& handle) const;
+  void require_fresh(const DispatchHandle& handle) const;
+  bool& require_sent(const char* operation, Step step, const DispatchHandle& handle);
+  DispatchParams prepare_dispatch(const char* operation, const LatencyDispatchRequest& request) const;
+  CombineParams prepare_combine(const char* operation, const LatencyCombineRequest& request) const;
+  DispatchHandle take_lane(const LatencyDispatchRequest& request);
+  void receive(const char* operation, Step step, const DispatchHandle& handle, void* stream);
   void check_dispatch(const LatencyDispatchRequest& request) const;
   void check_combine(const LatencyCombineRequest& request) const;
   void check_dispatch_apart(const LatencyDispatchRequest& request) const;
@@ -130,17 +148,52 @@ void MoERuntime::Impl::check_dispatch_apart(const LatencyDispatchRequest& reques
                       plan.outputs.combine_input - plan.outputs.scales}});
 }
 
-void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const {
-  const DispatchHandle& handle = request.handle;
+void MoERuntime::Impl::require_own(const DispatchHandle& handle) const {
   if (handle.empty()) throw Error(ErrorCode::InvalidHandle, "handle is empty: pass the one that dispatch returned");
   if (handle.runtime_id_ != id) throw Error(ErrorCode::InvalidHandle, "handle belongs to another communicator");
-  if (lane_sequence[static_cast<std::size_t>(handle.lane_)] != handle.sequence_) {
-    throw Error(ErrorCode::InvalidHandle,
-                "handle is stale: of dispatch " + std::to_string(handle.sequence_) + " in lane " +
-                    std::to_string(handle.lane_) + ", which dispatch " +
-                    std::to_string(lane_sequence[static_cast<std::size_t>(handle.lane_)]) +
-                    " has used since; max_in_flight = " + std::to_string(lane_sequence.size()));
-  }
+}
+
+void MoERuntime::Impl::require_fresh(const DispatchHandle& handle) const {
+  require_own(handle);
+  if (lane_of(handle).sequence == handle.sequence_) return;
+  throw Error(ErrorCode::InvalidHandle, "handle is stale: of dispatch " + std::to_string(handle.sequence_) +
+                                            " in lane " + std::to_string(handle.lane_) + ", which dispatch " +
+                                            std::to_string(lane_of(handle).sequence) +
+                                            " has used since; max_in_flight = " + std::to_string(lanes.size()));
+}
+
+void MoERuntime::Impl::require_two_phase(const char* operation) const {
+  if (problem.config.device.type == DeviceType::CPU || problem.config.two_phase) return;
+  throw Error(ErrorCode::Unsupported, std::string(operation) +
+                                          ": on CUDA only for a communicator made with two_phase = true, which loads "
+                                          "the kernels that this needs");
+}
+
+// Of what is under way on a lane, a next operation would overwrite the buffers and facts.
+void MoERuntime::Impl::require_received(const char* operation, int lane) const {
+  const LaneUse& use = lanes[static_cast<std::size_t>(lane)];
+  if (!use.dispatch_is_sent && !use.combine_is_sent) return;
+  throw Error(
+      ErrorCode::InvalidHandle,
+      std::string(operation) + ": the " + (use.dispatch_is_sent ? "dispatch " : "combine of dispatch ") +
+          std::to_string(use.sequence) + " in lane " + std::to_string(lane) +
+          " has been sent and not received: wait for it first; max_in_flight = " + std::to_string(lanes.size()));
+}
+
+// The mark of what has been sent for the handle.
+bool& MoERuntime::Impl::require_sent(const char* operation, Step step, const DispatchHandle& handle) {
+  require_fresh(handle);
+  LaneUse& use = lane_of(handle);
+  bool& is_sent = step == Step::DISPATCH ? use.dispatch_is_sent : use.combine_is_sent;
+  if (is_sent) return is_sent;
+  throw Error(ErrorCode::InvalidHandle, std::string(operation) + ": nothing to receive for dispatch " +
+                                            std::to_string(handle.sequence_) + " in lane " +
+                                            std::to_string(handle.lane_) + ": not sent, or received before");
+}
+
+void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const {
+  const DispatchHandle& handle = request.handle;
+  require_fresh(handle);
   check_num_tokens(request.num_tokens);
   if (request.num_tokens != handle.num_tokens_) {
     refuse("num_tokens = " + std::to_string(request.num_tokens) + ": the dispatch of this handle had " +
@@ -182,7 +235,7 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
     impl_ = std::make_unique<Impl>();
     impl_->problem = make_problem(config, bootstrap->rank(), bootstrap->size());
     impl_->plan = plan(impl_->problem, this_machine());
-    impl_->lane_sequence.assign(static_cast<std::size_t>(config.max_in_flight), 0);
+    impl_->lanes.resize(static_cast<std::size_t>(config.max_in_flight));
   } catch (const Error& error) {
     failure = error;
   } catch (const std::exception& error) {  // no memory
@@ -198,11 +251,11 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
 
 MoERuntime::~MoERuntime() { close(); }
 
-DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {
-  impl_->require_open("dispatch");
-  impl_->check_dispatch(request);
-  impl_->check_dispatch_apart(request);
-  const int lane = impl_->next_lane();
+DispatchParams MoERuntime::Impl::prepare_dispatch(const char* operation, const LatencyDispatchRequest& request) const {
+  require_open(operation);
+  check_dispatch(request);
+  check_dispatch_apart(request);
+  require_received(operation, next_lane());
   DispatchParams params;
   params.x = request.x;
   params.block_scales = request.block_scales;
@@ -210,29 +263,90 @@ DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {
   params.weights = request.weights;
   params.num_tokens = request.num_tokens;
   params.topk_ids_are_64_bit = request.topk_ids_type == IndexType::INT64;
-  params.tokens = request.output_buffer != nullptr ? request.output_buffer : impl_->backend->lane_buffers(lane).tokens;
+  params.tokens = request.output_buffer != nullptr ? request.output_buffer : backend->lane_buffers(next_lane()).tokens;
   params.stream = request.stream;
-  impl_->backend->dispatch(lane, params);
+  return params;
+}
 
+// After its rows have been sent: from here on the lane's older handle is stale.
+DispatchHandle MoERuntime::Impl::take_lane(const LatencyDispatchRequest& request) {
   DispatchHandle handle;
-  handle.runtime_id_ = impl_->id;
-  handle.sequence_ = ++impl_->num_dispatches;
-  handle.lane_ = lane;
+  handle.runtime_id_ = id;
+  handle.lane_ = next_lane();
+  handle.sequence_ = ++num_dispatches;
   handle.num_tokens_ = request.num_tokens;
-  impl_->lane_sequence[static_cast<std::size_t>(lane)] = handle.sequence_;
+  lane_of(handle) = LaneUse{handle.sequence_, request.weights != nullptr, false, false};
   return handle;
 }
 
-void MoERuntime::combine(const LatencyCombineRequest& request) {
-  impl_->require_open("combine");
-  impl_->check_combine(request);
+CombineParams MoERuntime::Impl::prepare_combine(const char* operation, const LatencyCombineRequest& request) const {
+  require_open(operation);
+  check_combine(request);
+  require_received(operation, request.handle.lane_);
   CombineParams params;
   params.expert_output = request.expert_output;
   params.weights = request.weights;
   params.out = request.out;
   params.num_tokens = request.num_tokens;
   params.stream = request.stream;
-  impl_->backend->combine(request.handle.lane_, params);
+  return params;
+}
+
+void MoERuntime::Impl::receive(const char* operation, Step step, const DispatchHandle& handle, void* stream) {
+  require_open(operation);
+  bool& is_sent = require_sent(operation, step, handle);
+  check_stream(stream);
+  is_sent = false;  // however it ends, it is over
+  backend->receive(step, handle.lane_, stream);
+}
+
+DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {
+  impl_->backend->dispatch(impl_->next_lane(), impl_->prepare_dispatch("dispatch", request));
+  return impl_->take_lane(request);
+}
+
+void MoERuntime::combine(const LatencyCombineRequest& request) {
+  impl_->backend->combine(request.handle.lane_, impl_->prepare_combine("combine", request));
+}
+
+DispatchHandle MoERuntime::dispatch_send(const LatencyDispatchRequest& request) {
+  impl_->require_two_phase("dispatch_send");
+  impl_->backend->send(impl_->next_lane(), impl_->prepare_dispatch("dispatch_send", request));
+  const DispatchHandle handle = impl_->take_lane(request);
+  impl_->lane_of(handle).dispatch_is_sent = true;
+  return handle;
+}
+
+void MoERuntime::dispatch_receive(const DispatchHandle& handle, void* stream) {
+  impl_->receive("dispatch_receive", Step::DISPATCH, handle, stream);
+}
+
+void MoERuntime::combine_send(const LatencyCombineRequest& request) {
+  impl_->require_two_phase("combine_send");
+  const CombineParams params = impl_->prepare_combine("combine_send", request);
+  LaneUse& use = impl_->lane_of(request.handle);
+  const Shape& shape = impl_->problem.shape;
+  if (params.weights != nullptr && use.dispatch_gave_weights && !shape.direct_send) {
+    throw Error(ErrorCode::Unsupported,
+                "weights: in two phases RANK_LOCAL_REDUCE takes none in place of those given to dispatch; give them to "
+                "one of the two only, or combine in one phase, or with DIRECT_SEND");
+  }
+  impl_->backend->send(request.handle.lane_, params);
+  use.combine_is_sent = true;
+}
+
+void MoERuntime::combine_receive(const DispatchHandle& handle, void* stream) {
+  impl_->receive("combine_receive", Step::COMBINE, handle, stream);
+}
+
+bool MoERuntime::dispatch_done(const DispatchHandle& handle) {
+  impl_->require_own(handle);
+  return impl_->backend->has_arrived(Step::DISPATCH, handle.lane());
+}
+
+bool MoERuntime::combine_done(const DispatchHandle& handle) {
+  impl_->require_own(handle);
+  return impl_->backend->has_arrived(Step::COMBINE, handle.lane());
 }
 
 DispatchHandle MoERuntime::dispatch(const ThroughputDispatchRequest&) {
@@ -280,7 +394,7 @@ void* MoERuntime::dispatch_output_buffer() const { return impl_->backend->lane_b
 
 void* MoERuntime::combine_input_buffer() const {
   const std::uint64_t last = impl_->num_dispatches == 0 ? 0 : impl_->num_dispatches - 1;
-  return impl_->backend->lane_buffers(static_cast<int>(last % impl_->lane_sequence.size())).combine_input;
+  return impl_->backend->lane_buffers(static_cast<int>(last % impl_->lanes.size())).combine_input;
 }
 
 RuntimeStats MoERuntime::stats() const { return impl_->backend->stats(); }

@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from expertwire.communicator import MoECommunicator
     from expertwire.groups import Group, local_group, spawn
     from expertwire.placement import place_experts
+    from expertwire.requests import MoERequest
 
 _LAZY = {
     "DispatchHandle": "expertwire._core",
     "Group": "expertwire.groups",
     "MoECommunicator": "expertwire.communicator",
+    "MoERequest": "expertwire.requests",
     "local_group": "expertwire.groups",
     "place_experts": "expertwire.placement",
     "spawn": "expertwire.groups",
@@ -65,6 +67,7 @@ __all__ = [
     "MoECommunicatorConfig",
     "MoEMemoryBytes",
     "MoEMode",
+    "MoERequest",
     "MoEStats",
     "PeerLossPolicy",
     "PeerLostError",

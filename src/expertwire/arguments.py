@@ -5,11 +5,19 @@ Everything here is seen before anything is sent, so a refused call costs the oth
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from expertwire import _core
-from expertwire.errors import InvalidArgumentError
+from expertwire.errors import HandleError, InvalidArgumentError
 from expertwire.interop.arrays import ArrayAdapter, make_adapter, num_bytes, refuse, shape_text
+from expertwire.interop.cuda import stream_address
 from expertwire.lanes import LaneShapes
 from expertwire.types import Array, DispatchLayout, MoECommunicatorConfig, QuantConfig
+
+#: As the calls take them: x, topk_ids, weights, quant, output_buffer, stream.
+DispatchArguments: TypeAlias = "tuple[Array, Array, Array | None, QuantConfig | None, Array | None, object | None]"
+#: expert_output, handle, weights, out, stream.
+CombineArguments: TypeAlias = "tuple[Array, _core.DispatchHandle, Array | None, Array | None, object | None]"
 
 _INDEX_TYPES = {"int32": _core.IndexType.INT32, "int64": _core.IndexType.INT64}
 
@@ -25,12 +33,44 @@ class ArgumentReader:
 
     def __init__(self, config: MoECommunicatorConfig, shapes: LaneShapes, device: str) -> None:
         self._device = device
+        self._on_cuda = device != "cpu"
         self._config = config
         self._shapes = shapes
         self._fp8 = shapes.num_scales > 0
         self._tokens_bytes = num_bytes(shapes.tokens, shapes.tokens_dtype)
         self._expert_output_bytes = num_bytes(shapes.expert_output, "bfloat16")
         self._adapters: dict[type, ArrayAdapter] = {}
+        self._held_stream: object | None = None
+
+    def dispatch(
+        self, request: _core.LatencyDispatchRequest, arguments: DispatchArguments, own: int, held: list[Array]
+    ) -> ArrayAdapter:
+        """Reads all arguments of a dispatch; ``own``: the tokens of its lane. Returns the adapter of ``x``."""
+        x, topk_ids, weights, quant, output_buffer, stream = arguments
+        adapter = self.tokens(request, x, quant, held)
+        self.routing(request, topk_ids, weights, held)
+        self.target(request, output_buffer, own, held)
+        if stream is not None:
+            request.stream = self.named_stream(stream)
+        elif self._on_cuda:
+            request.stream = adapter.current_stream()
+        return adapter
+
+    def combine(self, request: _core.LatencyCombineRequest, arguments: CombineArguments, held: list[Array]) -> Array:
+        """Reads all arguments of a combine. Returns its ``out``, made here if none is given."""
+        expert_output, handle, weights, out, stream = arguments
+        if type(handle) is not _core.DispatchHandle:
+            raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
+        request.handle = handle
+        request.num_tokens = handle.num_tokens
+        adapter = self.expert_output(request, expert_output, weights, held)
+        asked = None if stream is None else self.named_stream(stream)
+        if self._on_cuda:
+            request.stream = adapter.current_stream() if asked is None else asked
+        if out is None:
+            out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16", asked)
+        self.out(request, out, held)
+        return out
 
     def tokens(
         self, request: _core.LatencyDispatchRequest, x: Array, quant: QuantConfig | None, held: list[Array]
@@ -102,6 +142,22 @@ class ArgumentReader:
             raise InvalidArgumentError("out overlaps expert_output: pass an array of its own")
         if _overlap(address, size, request.weights, request.num_tokens * self._config.num_topk * 4):
             raise InvalidArgumentError("out overlaps weights: pass an array of its own")
+
+    def stream_for(self, array: Array, stream: object | None) -> int:
+        """The stream that ``stream`` names, or the current one of the framework of ``array``; 0 on the CPU."""
+        if stream is not None:
+            return self.named_stream(stream)
+        if self._device == "cpu":
+            return 0
+        adapter = self._adapters.get(type(array)) or make_adapter(array, "array", self._device)
+        return adapter.current_stream()
+
+    def named_stream(self, stream: object) -> int:
+        if self._device == "cpu":
+            raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
+        address = stream_address(stream, self._device)
+        self._held_stream = stream  # the next call on another stream, or close, comes back to it
+        return address
 
     def _opened(self, array: Array, name: str, held: list[Array], writable: bool = False) -> tuple[ArrayAdapter, Array]:
         adapter = self._adapters.get(type(array))

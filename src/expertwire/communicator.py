@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
 from expertwire import _core
-from expertwire.arguments import ArgumentReader
+from expertwire.arguments import ArgumentReader, CombineArguments, DispatchArguments
 from expertwire.config import parse_bool, parse_placement, resolved, to_core
-from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
+from expertwire.errors import InvalidArgumentError, UnsupportedError
 from expertwire.groups import Group
 from expertwire.interop.arrays import ArrayAdapter, adapter_of
-from expertwire.interop.cuda import current_stream, stream_address
+from expertwire.interop.cuda import current_stream
 from expertwire.lanes import lane_outputs, lane_shapes
 from expertwire.nvrtc import use_installed_nvrtc
+from expertwire.requests import MoERequest, SentOperation, SentOperations
 from expertwire.types import (
     Array,
     DispatchOutput,
@@ -67,7 +68,7 @@ class MoECommunicator:
         lanes = range(self._config.max_in_flight)
         self._tokens_addresses = [runtime.lane_address(lane, "tokens") for lane in lanes]
         self._last_lane = 0
-        self._stream: object | None = None
+        self._sent = SentOperations(runtime, self._reader.stream_for)
 
     def dispatch(
         self,
@@ -101,19 +102,44 @@ class MoECommunicator:
             PeerLostError: a rank did not take part.
         """
         runtime = self._open_runtime("dispatch")
-        reader = self._reader
-        held: list[Array] = []  # what the addresses in the request belong to
-        request = _core.LatencyDispatchRequest()
-        adapter = reader.tokens(request, x, quant, held)
-        reader.routing(request, topk_ids, weights, held)
-        reader.target(request, output_buffer, self._tokens_addresses[runtime.next_lane], held)
-        asked = self._asked_stream(stream)
-        if self._on_cuda:
-            request.stream = adapter.current_stream() if asked is None else asked
-        handle = runtime.dispatch(request)
-        self._last_lane = handle.lane
-        output = adapter.renew(self._lanes(runtime, adapter)[handle.lane])
-        return (output if output_buffer is None else replace(output, tokens=output_buffer)), handle
+        return self._dispatch(runtime, runtime.dispatch, (x, topk_ids, weights, quant, output_buffer, stream))
+
+    def dispatch_async(
+        self,
+        x: Array,
+        topk_ids: Array,
+        weights: Array | None = None,
+        quant: QuantConfig | None = None,
+        output_buffer: Array | None = None,
+        stream: object | None = None,
+    ) -> MoERequest:
+        """Sends as :meth:`dispatch` does, and leaves receiving to ``wait()`` of the request. Collective.
+
+        Inputs may be changed as soon as the call has returned, on CUDA in stream order; output arrays belong to the
+        operation until ``wait``. Within a lane everything is received before the next dispatch is sent: with
+        ``max_in_flight=2`` two dispatches with their combines may be under way. Other ranks may call :meth:`dispatch`
+        for the same operation.
+
+        Args:
+            x: as for :meth:`dispatch`.
+            topk_ids: as for :meth:`dispatch`.
+            weights: as for :meth:`dispatch`.
+            quant: as for :meth:`dispatch`.
+            output_buffer: as for :meth:`dispatch`.
+            stream: CUDA only: that of the send.
+
+        Returns:
+            A request whose ``wait()`` returns what :meth:`dispatch` returns.
+
+        Raises:
+            InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
+            HandleError: what was sent before on the lane has not been received; nothing was sent.
+            UnsupportedError: on CUDA, the communicator was made without ``two_phase=True``.
+            PeerLostError: a rank was lost before.
+        """
+        runtime = self._open_runtime("dispatch_async")
+        made = self._dispatch(runtime, runtime.dispatch_send, (x, topk_ids, weights, quant, output_buffer, stream))
+        return self._sent.add(SentOperation("dispatch", made[1], made[0].tokens, made))
 
     def combine(
         self,
@@ -141,23 +167,41 @@ class MoECommunicator:
             InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
             PeerLostError: a rank did not take part.
         """
-        runtime = self._open_runtime("combine")
-        if type(handle) is not _core.DispatchHandle:
-            raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
-        reader = self._reader
-        held: list[Array] = []
-        request = _core.LatencyCombineRequest()
-        request.handle = handle
-        request.num_tokens = handle.num_tokens
-        adapter = reader.expert_output(request, expert_output, weights, held)
-        asked = self._asked_stream(stream)
-        if self._on_cuda:
-            request.stream = adapter.current_stream() if asked is None else asked
-        if out is None:
-            out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16", asked)
-        reader.out(request, out, held)
-        runtime.combine(request)
-        return out
+        return self._combine(self._open_runtime("combine").combine, (expert_output, handle, weights, out, stream))
+
+    def combine_async(
+        self,
+        expert_output: Array,
+        handle: _core.DispatchHandle,
+        weights: Array | None = None,
+        out: Array | None = None,
+        stream: object | None = None,
+    ) -> MoERequest:
+        """Sends as :meth:`combine` does, and leaves receiving to ``wait()`` of the request. Collective.
+
+        As :meth:`dispatch_async`. EXPERT_MAJOR with RANK_LOCAL_REDUCE sums before it sends: it waits for the weights of
+        ranks that gave none to dispatch.
+
+        Args:
+            expert_output: as for :meth:`combine`.
+            handle: as for :meth:`combine`.
+            weights: as for :meth:`combine`; with RANK_LOCAL_REDUCE only if dispatch was given none.
+            out: as for :meth:`combine`.
+            stream: CUDA only: that of the send.
+
+        Returns:
+            A request whose ``wait()`` returns what :meth:`combine` returns.
+
+        Raises:
+            HandleError: as :meth:`combine`; also if the dispatch, or a combine of it, was sent and not received.
+            UnsupportedError: ``weights`` in place of those of dispatch with RANK_LOCAL_REDUCE; on CUDA, the
+                communicator was made without ``two_phase=True``.
+            InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
+            PeerLostError: a rank was lost before.
+        """
+        send = self._open_runtime("combine_async").combine_send
+        made = self._combine(send, (expert_output, handle, weights, out, stream))
+        return self._sent.add(SentOperation("combine", handle, made, made))
 
     def update_placement(
         self, placement: Sequence[int], *, stream: object | None = None, collective: bool = True
@@ -184,7 +228,7 @@ class MoECommunicator:
         """
         runtime = self._open_runtime("update_placement")
         table, together = parse_placement(placement), parse_bool(collective, "collective")
-        asked = self._asked_stream(stream)
+        asked = None if stream is None else self._reader.named_stream(stream)
         if self._on_cuda and asked is None:
             asked = current_stream(self._device)
         runtime.update_placement(table, asked or 0, together)
@@ -250,15 +294,8 @@ class MoECommunicator:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+            self._sent.close()
             self._outputs.clear()
-
-    def dispatch_async(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Not in this version. Raises UnsupportedError."""
-        raise UnsupportedError("dispatch_async: this version has blocking calls only; use dispatch")
-
-    def combine_async(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Not in this version. Raises UnsupportedError."""
-        raise UnsupportedError("combine_async: this version has blocking calls only; use combine")
 
     def create_overlap_config(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Not in this version. Raises UnsupportedError."""
@@ -318,19 +355,36 @@ class MoECommunicator:
             f"{config.output_layout.name}, {config.combine_mode.name}, {config.quant.format.name}>"
         )
 
+    def _dispatch(
+        self,
+        runtime: _core.MoERuntime,
+        send: Callable[[_core.LatencyDispatchRequest], _core.DispatchHandle],
+        arguments: DispatchArguments,
+    ) -> tuple[DispatchOutput, _core.DispatchHandle]:
+        held: list[Array] = []  # what the addresses in the request belong to
+        request = _core.LatencyDispatchRequest()
+        adapter = self._reader.dispatch(request, arguments, self._tokens_addresses[runtime.next_lane], held)
+        if self._sent:
+            self._sent.settle(runtime.next_lane, request.stream if self._on_cuda else None)
+        handle = send(request)
+        self._last_lane = handle.lane
+        output = adapter.renew(self._lanes(runtime, adapter)[handle.lane])
+        output_buffer = arguments[4]
+        return (output if output_buffer is None else replace(output, tokens=output_buffer)), handle
+
+    def _combine(self, send: Callable[[_core.LatencyCombineRequest], None], arguments: CombineArguments) -> Array:
+        held: list[Array] = []
+        request = _core.LatencyCombineRequest()
+        out = self._reader.combine(request, arguments, held)
+        if self._sent:
+            self._sent.settle(request.handle.lane, request.stream if self._on_cuda else None)
+        send(request)
+        return out
+
     def _open_runtime(self, operation: str) -> _core.MoERuntime:
         if self._runtime is None:
             raise InvalidArgumentError(f"{operation}: this communicator is closed")
         return self._runtime
-
-    def _asked_stream(self, stream: object | None) -> int | None:
-        if stream is None:
-            return None
-        if not self._on_cuda:
-            raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
-        address = stream_address(stream, self._device)
-        self._stream = stream  # held: the next call on another stream, or close, comes back to it
-        return address
 
     def _lanes(self, runtime: _core.MoERuntime, adapter: ArrayAdapter) -> list[DispatchOutput]:
         outputs = self._outputs.get(adapter.framework)

@@ -159,6 +159,7 @@ def to_core(config: MoECommunicatorConfig, group_device: str) -> _core.RuntimeCo
     made.dispatch_num_blocks, made.combine_num_blocks = _parse_num_blocks(config.num_blocks)
     device = parse_device(group_device if config.device is None else config.device)
     made.device, made.validate = device, _validate(config.validate, device)
+    made.two_phase = parse_bool(config.two_phase, "two_phase")
     made.timeout_s = parse_float(config.timeout_s, "timeout_s")
     made.on_peer_loss = core_enum(parse_enum(PeerLossPolicy, config.on_peer_loss, "on_peer_loss"))
     return made
@@ -186,6 +187,7 @@ def resolved(config: MoECommunicatorConfig, core: _core.RuntimeConfig) -> MoECom
         invalid_token_expert_id=core.invalid_token_expert_id,
         max_in_flight=core.max_in_flight,
         validate=core.validate,
+        two_phase=core.two_phase,
         device="cpu" if core.device.type == _core.DeviceType.CPU else f"cuda:{core.device.index}",
         timeout_s=core.timeout_s,
         on_peer_loss=PeerLossPolicy[core.on_peer_loss.name],

@@ -134,6 +134,8 @@ class MoECommunicatorConfig:
             runs in the calling thread and has no grid: there it changes nothing.
         max_in_flight: F, lanes used in turn; a dispatch output lives until F newer dispatches.
         validate: check expert ids on the device; ``None``: on for the CPU, ``EXPERTWIRE_VALIDATE`` for CUDA.
+        two_phase: CUDA: also load the kernels of ``dispatch_async`` and ``combine_async``, which are refused without;
+            the CPU always has them.
         device: ``None`` (the group's), ``"cpu"``, ``"cuda:3"``, or ``"cuda"``: torch's or CuPy's current device.
         timeout_s: bound of every wait, seconds.
         on_peer_loss: ``"raise"`` or ``"mask"``.
@@ -153,6 +155,7 @@ class MoECommunicatorConfig:
     num_blocks: int | tuple[int, int] | None = None
     max_in_flight: int = 1
     validate: bool | None = None
+    two_phase: bool = False
     device: str | None = None
     timeout_s: float = 100.0
     on_peer_loss: PeerLossPolicy | str = PeerLossPolicy.RAISE

@@ -1,7 +1,9 @@
 // combine on the CPU:
-//   [RANK_LOCAL_REDUCE of EXPERT_MAJOR: post the entry with the weights, await each destination's entry]
-//   write rows for every other rank into the own buffer of this epoch -> post -> await all -> sum each token's rows.
-// Own rows are summed from where they lie. The order of every sum is fixed by rank or by k, never by arrival.
+//   send     [RANK_LOCAL_REDUCE of EXPERT_MAJOR: post the entry with the weights, await each destination's entry]
+//            write rows for every other rank into the own buffer of this epoch -> post
+//   receive  await all -> sum each token's rows
+// Own rows are summed from where they lie; in two phases they are written like the others. The order of every sum is fixed
+// by rank or by k, never by arrival.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -18,17 +20,26 @@ constexpr std::uint16_t kNanBf16 = 0x7FC0;
 }  // namespace
 
 // What all steps of one combine look at.
-struct CpuBackend::CombineCall {
+struct CpuBackend::CombineView {
   Lane& lane;
   const CombineParams& params;
-  Operation operation;
+  const Operation& operation;
   DispatchBuffer sent;  // own ids and weights of the dispatch: intact while its handle is fresh
   CombineBuffer own;
 
+  bool in_two_phases() const { return lane.combine.in_two_phases; }
+  char& absent(int rank) const { return lane.combine.absent[static_cast<std::size_t>(rank)]; }
   const std::uint16_t* expert_output() const { return static_cast<const std::uint16_t*>(params.expert_output); }
 };
 
-const std::uint16_t* CpuBackend::expert_row(const CombineCall& call, std::size_t received, int selection) const {
+CpuBackend::CombineView CpuBackend::view(Lane& lane) const {
+  const Operation& operation = lane.combine.operation;
+  return CombineView{lane, lane.combine.params, operation,
+                     dispatch_buffer(problem_.rank, operation.lane, lane.dispatch_epoch),
+                     combine_buffer(problem_.rank, operation.lane, operation.epoch)};
+}
+
+const std::uint16_t* CpuBackend::expert_row(const CombineView& call, std::size_t received, int selection) const {
   const auto hidden = static_cast<std::size_t>(shape_.hidden_size);
   const std::size_t at = call.lane.routes.first_selection(received) + static_cast<std::size_t>(selection);
   if (!rank_major_) return call.expert_output() + static_cast<std::size_t>(call.lane.routes.selection_row[at]) * hidden;
@@ -37,12 +48,13 @@ const std::uint16_t* CpuBackend::expert_row(const CombineCall& call, std::size_t
          (first_entry(received) + static_cast<std::size_t>(call.lane.routes.selection_k[at])) * hidden;
 }
 
-const std::uint16_t* CpuBackend::peer_row(const CombineCall& call, int peer, std::size_t received,
+// A row for this rank, where `rank` has written it.
+const std::uint16_t* CpuBackend::sent_row(const CombineView& call, int rank, std::size_t received,
                                           int selection) const {
-  return combine_buffer(peer, call.operation.lane, call.operation.epoch).row(received, selection);
+  return combine_buffer(rank, call.operation.lane, call.operation.epoch).row(received, selection);
 }
 
-void CpuBackend::reduce_selections(const CombineCall& call, std::size_t received, const float* new_weights,
+void CpuBackend::reduce_selections(const CombineView& call, std::size_t received, const float* new_weights,
                                    std::uint16_t* out) const {
   const Routes& routes = call.lane.routes;
   const int count = routes.num_selections[received];
@@ -59,14 +71,14 @@ void CpuBackend::reduce_selections(const CombineCall& call, std::size_t received
   ops_.reduce(rows.data(), weights.data(), count, shape_.hidden_size, out);
 }
 
-void CpuBackend::write_partials(const CombineCall& call, int destination, const float* new_weights) {
+void CpuBackend::write_partials(const CombineView& call, int destination, const float* new_weights) {
   for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
     const std::size_t received = source_row(destination, slot);
     reduce_selections(call, received, new_weights, call.own.row(received, 0));
   }
 }
 
-void CpuBackend::write_copies(const CombineCall& call, int destination) {
+void CpuBackend::write_copies(const CombineView& call, int destination) {
   const std::size_t bytes = static_cast<std::size_t>(shape_.hidden_size) * 2;
   for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
     const std::size_t received = source_row(destination, slot);
@@ -76,16 +88,16 @@ void CpuBackend::write_copies(const CombineCall& call, int destination) {
 }
 
 // RANK_LOCAL_REDUCE: one row for each rank that the token went to, in ascending rank order.
-int CpuBackend::collect_partials(const CombineCall& call, int token, const std::uint16_t** rows) {
+int CpuBackend::collect_partials(const CombineView& call, int token, const std::uint16_t** rows) {
   const std::size_t first = call.lane.routes.first_destination(token);
   int count = 0;
   for (int i = 0; i < call.lane.routes.num_destinations[token]; ++i) {
     const i32 rank = call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)];
     const std::size_t received =
         source_row(problem_.rank, call.lane.routes.destination_slot[first + static_cast<std::size_t>(i)]);
-    if (absent_[static_cast<std::size_t>(rank)]) continue;
-    if (rank != problem_.rank) {
-      rows[count++] = peer_row(call, rank, received, 0);
+    if (call.absent(rank)) continue;
+    if (rank != problem_.rank || call.in_two_phases()) {
+      rows[count++] = sent_row(call, rank, received, 0);
     } else if (rank_major_) {
       rows[count++] = expert_row(call, received, 0);
     } else {
@@ -97,10 +109,10 @@ int CpuBackend::collect_partials(const CombineCall& call, int token, const std::
 }
 
 // DIRECT_SEND: one row for each selection, in ascending k.
-int CpuBackend::collect_slots(const CombineCall& call, int token, const std::uint16_t** rows, float* weights) const {
+int CpuBackend::collect_slots(const CombineView& call, int token, const std::uint16_t** rows, float* weights) const {
   const std::size_t first = call.lane.routes.first_destination(token), entries = first_entry(token);
   const i32* ranks = call.lane.routes.destination_rank + first;
-  const float* token_weights = (call.params.weights != nullptr ? call.params.weights : call.sent.weights) + entries;
+  const float* token_weights = (call.own.packet->has_weights ? call.own.weights : call.sent.weights) + entries;
   std::array<int, kMaxTopk> taken{};  // selections of each destination so far
   int count = 0;
   for (int k = 0; k < shape_.num_topk; ++k) {
@@ -110,16 +122,16 @@ int CpuBackend::collect_slots(const CombineCall& call, int token, const std::uin
     const auto destination =
         static_cast<std::size_t>(std::find(ranks, ranks + call.lane.routes.num_destinations[token], rank) - ranks);
     const int selection = taken[destination]++;
-    if (absent_[static_cast<std::size_t>(rank)]) continue;
+    if (call.absent(rank)) continue;
     const std::size_t received = source_row(problem_.rank, call.lane.routes.destination_slot[first + destination]);
-    rows[count] =
-        rank == problem_.rank ? expert_row(call, received, selection) : peer_row(call, rank, received, selection);
+    rows[count] = rank == problem_.rank && !call.in_two_phases() ? expert_row(call, received, selection)
+                                                                 : sent_row(call, rank, received, selection);
     weights[count++] = token_weights[k];
   }
   return count;
 }
 
-void CpuBackend::sum_token(const CombineCall& call, int token) {
+void CpuBackend::sum_token(const CombineView& call, int token) {
   std::array<const std::uint16_t*, kMaxTopk> rows;
   std::array<float, kMaxTopk> weights;
   auto* out = static_cast<std::uint16_t*>(call.params.out) +
@@ -131,70 +143,105 @@ void CpuBackend::sum_token(const CombineCall& call, int token) {
 }
 
 // Waits for `peer` and notes whether its rows count: not if it is lost, nor if it combines another dispatch.
-void CpuBackend::meet(const CombineCall& call, WordKind kind, int peer) {
+void CpuBackend::meet(const CombineView& call, WordKind kind, int peer) {
   const auto idx = static_cast<std::size_t>(peer);
   if (!board_.await(kind, peer, call.operation)) {
-    absent_[idx] = 1;
+    call.absent(peer) = 1;
     return;
   }
-  const std::uint32_t theirs = combine_buffer(peer, call.operation.lane, call.operation.epoch).packet->dispatch_epoch;
-  if (theirs == call.lane.dispatch_epoch) return;
-  absent_[idx] = 1;
-  other_dispatch_[idx] = theirs;
+  const CombinePacket& theirs = *combine_buffer(peer, call.operation.lane, call.operation.epoch).packet;
+  call.lane.combine.kept_weights[idx] = theirs.keeps_weights != 0;
+  if (theirs.dispatch_epoch == call.lane.dispatch_epoch) return;
+  call.absent(peer) = 1;
+  call.lane.combine.other_dispatch[idx] = theirs.dispatch_epoch;
 }
 
-void CpuBackend::exchange_expert_rows(const CombineCall& call) {
+// In two phases a rank that gave weights to dispatch is not waited for: it may not bring others. One that is lost is
+// looked at, or it would not find out.
+bool CpuBackend::hears_of_weights(const CombineView& call, int destination) const {
+  return !call.in_two_phases() || call.lane.weights_come_late[static_cast<std::size_t>(destination)] ||
+         board_.is_lost(destination);
+}
+
+void CpuBackend::send_sums(const CombineView& call, int destination) {
+  const float* new_weights = nullptr;
+  if (destination == problem_.rank) {
+    new_weights = call.params.weights;
+  } else if (hears_of_weights(call, destination)) {
+    meet(call, WordKind::ENTRY, destination);
+    if (call.absent(destination)) return;
+    const CombineBuffer theirs = combine_buffer(destination, call.operation.lane, call.operation.epoch);
+    if (theirs.packet->has_weights) new_weights = theirs.weights;
+  }
+  write_partials(call, destination, new_weights);
+}
+
+void CpuBackend::send_rows(const CombineView& call) {
   const bool reduce_here = !rank_major_ && !shape_.direct_send;
   if (reduce_here) board_.post(WordKind::ENTRY, call.operation);
-  for (int i = 1; i < shape_.num_ranks; ++i) {
+  for (int i = call.in_two_phases() ? 0 : 1; i < shape_.num_ranks; ++i) {
     const int destination = (problem_.rank + i) % shape_.num_ranks;
-    if (!reduce_here) {
-      write_copies(call, destination);
-      continue;
-    }
-    meet(call, WordKind::ENTRY, destination);
-    if (absent_[static_cast<std::size_t>(destination)]) continue;
-    const CombineBuffer theirs = combine_buffer(destination, call.operation.lane, call.operation.epoch);
-    write_partials(call, destination, theirs.packet->has_weights ? theirs.weights : nullptr);
+    reduce_here ? send_sums(call, destination) : write_copies(call, destination);
   }
   if (reduce_here) board_.restart_waits();  // all have entered; now they sum
   board_.post(WordKind::COMBINE, call.operation);
-  for (int peer = 0; peer < shape_.num_ranks; ++peer) {
-    if (peer != problem_.rank) meet(call, WordKind::COMBINE, peer);
+}
+
+// A combine that did not complete shows no numbers.
+void CpuBackend::fill_with_nan(const CombineParams& params) const {
+  std::fill_n(static_cast<std::uint16_t*>(params.out),
+              static_cast<std::size_t>(params.num_tokens) * static_cast<std::size_t>(shape_.hidden_size), kNanBf16);
+}
+
+void CpuBackend::send_combine(int lane_idx, const CombineParams& params, bool in_two_phases) {
+  board_.require_available();
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  lane.combine.params = params;
+  lane.combine.operation = board_.begin("combine", lane_idx, lane.combine_epoch);
+  lane.combine.in_two_phases = in_two_phases;
+  std::fill(lane.combine.absent.begin(), lane.combine.absent.end(), 0);
+  std::fill(lane.combine.other_dispatch.begin(), lane.combine.other_dispatch.end(), 0);
+  const CombineView call = view(lane);
+  *call.own.packet = CombinePacket{lane.dispatch_epoch, params.weights != nullptr, in_two_phases};
+  if (params.weights != nullptr) std::copy_n(params.weights, first_entry(params.num_tokens), call.own.weights);
+  try {
+    send_rows(call);
+  } catch (const Error&) {
+    fill_with_nan(params);
+    throw;
   }
+}
+
+void CpuBackend::receive_combine(Lane& lane) {
+  const CombineView call = view(lane);
+  try {
+    if (call.in_two_phases()) board_.require_available();
+    for (int peer = 0; peer < shape_.num_ranks; ++peer) {
+      if (peer != problem_.rank) meet(call, WordKind::COMBINE, peer);
+    }
+    for (int token = 0; token < call.params.num_tokens; ++token) sum_token(call, token);
+    board_.confirm(WordKind::COMBINE, call.operation);
+  } catch (const Error&) {
+    fill_with_nan(call.params);
+    throw;
+  }
+  lane.combine_epoch = call.operation.epoch;
+  ++stats_.combine_calls;
+  count_combine_bytes(call);
+  require_agreement(call);
 }
 
 void CpuBackend::combine(int lane_idx, const CombineParams& params) {
-  board_.require_available();
-  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const Operation operation = board_.begin("combine", lane_idx, lane.combine_epoch);
-  const CombineCall call{lane, params, operation, dispatch_buffer(problem_.rank, lane_idx, lane.dispatch_epoch),
-                         combine_buffer(problem_.rank, lane_idx, operation.epoch)};
-  std::fill(absent_.begin(), absent_.end(), 0);
-  std::fill(other_dispatch_.begin(), other_dispatch_.end(), 0);
-  *call.own.packet = CombinePacket{lane.dispatch_epoch, params.weights != nullptr};
-  if (params.weights != nullptr) {
-    std::copy_n(params.weights, first_entry(params.num_tokens), call.own.weights);
-  }
-  try {
-    exchange_expert_rows(call);
-    for (int token = 0; token < params.num_tokens; ++token) sum_token(call, token);
-    board_.confirm(WordKind::COMBINE, operation);
-  } catch (const Error&) {
-    std::fill_n(static_cast<std::uint16_t*>(params.out),
-                static_cast<std::size_t>(params.num_tokens) * static_cast<std::size_t>(shape_.hidden_size), kNanBf16);
-    throw;
-  }
-  lane.combine_epoch = operation.epoch;
-  ++stats_.combine_calls;
-  count_combine_bytes(call);
-  require_same_dispatch(call);
+  send_combine(lane_idx, params, false);
+  receive_combine(lanes_[static_cast<std::size_t>(lane_idx)]);
 }
 
-void CpuBackend::count_combine_bytes(const CombineCall& call) {
+void CpuBackend::send(int lane_idx, const CombineParams& params) { send_combine(lane_idx, params, true); }
+
+void CpuBackend::count_combine_bytes(const CombineView& call) {
   const std::uint64_t row_bytes = static_cast<std::uint64_t>(shape_.hidden_size) * 2;
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
-    if (peer == problem_.rank || absent_[static_cast<std::size_t>(peer)]) continue;
+    if (peer == problem_.rank || call.absent(peer)) continue;
     for (int slot = 0; slot < call.lane.routes.rank_rows[peer]; ++slot) {
       stats_.bytes_sent +=
           row_bytes *
@@ -206,7 +253,7 @@ void CpuBackend::count_combine_bytes(const CombineCall& call) {
     if (!shape_.direct_send) {
       for (int i = 0; i < call.lane.routes.num_destinations[token]; ++i) {
         const i32 rank = call.lane.routes.destination_rank[first + static_cast<std::size_t>(i)];
-        if (rank != problem_.rank && !absent_[static_cast<std::size_t>(rank)]) stats_.bytes_received += row_bytes;
+        if (rank != problem_.rank && !call.absent(rank)) stats_.bytes_received += row_bytes;
       }
       continue;
     }
@@ -214,20 +261,30 @@ void CpuBackend::count_combine_bytes(const CombineCall& call) {
       const i32 expert = call.sent.topk_ids[entry];
       if (expert < 0) continue;
       const i32 rank = rank_of_expert_[static_cast<std::size_t>(expert)];
-      if (rank != problem_.rank && !absent_[static_cast<std::size_t>(rank)]) stats_.bytes_received += row_bytes;
+      if (rank != problem_.rank && !call.absent(rank)) stats_.bytes_received += row_bytes;
     }
   }
 }
 
-// Ranks that combine different dispatches is a mistake of the caller that all of them see, with the epochs in step.
-void CpuBackend::require_same_dispatch(const CombineCall& call) const {
+// What ranks must agree on is a mistake of the callers that shows when packets have been exchanged, with the epochs in step.
+void CpuBackend::require_agreement(const CombineView& call) const {
+  const bool sums_elsewhere = !rank_major_ && !shape_.direct_send;
+  const bool replaces = sums_elsewhere && call.own.packet->has_weights &&
+                        !call.lane.weights_come_late[static_cast<std::size_t>(problem_.rank)];
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
-    const std::uint32_t theirs = other_dispatch_[static_cast<std::size_t>(peer)];
-    if (theirs == 0) continue;
-    throw Error(ErrorCode::InvalidHandle, "rank " + std::to_string(peer) + " combines dispatch " +
-                                              std::to_string(theirs) + " of lane " +
-                                              std::to_string(call.operation.lane) + ", this rank dispatch " +
-                                              std::to_string(call.lane.dispatch_epoch) + ": the output is not valid");
+    const auto idx = static_cast<std::size_t>(peer);
+    const std::uint32_t theirs = call.lane.combine.other_dispatch[idx];
+    if (theirs != 0) {
+      throw Error(ErrorCode::InvalidHandle, "rank " + std::to_string(peer) + " combines dispatch " +
+                                                std::to_string(theirs) + " of lane " +
+                                                std::to_string(call.operation.lane) + ", this rank dispatch " +
+                                                std::to_string(call.lane.dispatch_epoch) + ": the output is not valid");
+    }
+    if (replaces && peer != problem_.rank && !call.absent(peer) && call.lane.combine.kept_weights[idx]) {
+      throw Error(ErrorCode::InvalidArgument,
+                  "weights: replace those of dispatch, but rank " + std::to_string(peer) +
+                      " combines in two phases and does not wait for them: the output is not valid");
+    }
   }
 }
 

@@ -65,7 +65,13 @@ Lane::Lane(const Problem& problem, const Plan& plan)
     : outputs(map_private(plan.outputs.bytes)),
       route_memory(map_private(plan.routes.bytes)),
       buffers(make_lane_buffers(outputs.data(), plan.outputs, problem)),
-      routes(route_memory.data(), plan.routes) {}
+      routes(route_memory.data(), plan.routes),
+      weights_come_late(static_cast<std::size_t>(problem.num_ranks), 0) {
+  const auto ranks = static_cast<std::size_t>(problem.num_ranks);
+  combine.absent.assign(ranks, 0);
+  combine.kept_weights.assign(ranks, 0);
+  combine.other_dispatch.assign(ranks, 0);
+}
 
 CpuBackend::CpuBackend(const Problem& problem, const Plan& plan, std::vector<Lane> lanes, std::vector<Peer> peers)
     : problem_(problem),
@@ -77,9 +83,7 @@ CpuBackend::CpuBackend(const Problem& problem, const Plan& plan, std::vector<Lan
       board_(problem, plan, std::move(peers)),
       last_token_(static_cast<std::size_t>(shape_.num_experts), 0),
       expert_rows_(static_cast<std::size_t>(problem.num_local_experts), 0),
-      partial_row_(static_cast<std::size_t>(shape_.hidden_size), 0),
-      absent_(static_cast<std::size_t>(shape_.num_ranks), 0),
-      other_dispatch_(static_cast<std::size_t>(shape_.num_ranks), 0) {
+      partial_row_(static_cast<std::size_t>(shape_.hidden_size), 0) {
   for (int rank = 0; rank < problem.num_ranks; ++rank) {
     rank_of_expert_.insert(rank_of_expert_.end(),
                            static_cast<std::size_t>(problem.config.experts_per_rank[static_cast<std::size_t>(rank)]),
@@ -94,6 +98,18 @@ DispatchBuffer CpuBackend::dispatch_buffer(int rank, int lane, std::uint32_t epo
 
 CombineBuffer CpuBackend::combine_buffer(int rank, int lane, std::uint32_t epoch) const {
   return CombineBuffer(board_.segment(rank) + plan_.layout.combine_buffer(lane, epoch), plan_.layout);
+}
+
+void CpuBackend::receive(Step step, int lane_idx, void*) {
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  PeerBoard::resume(step == Step::DISPATCH ? lane.dispatch.operation : lane.combine.operation);
+  step == Step::DISPATCH ? receive_dispatch(lane) : receive_combine(lane);
+}
+
+bool CpuBackend::has_arrived(Step step, int lane_idx) {
+  const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  return step == Step::DISPATCH ? board_.has_arrived(WordKind::DISPATCH, lane.dispatch.operation)
+                                : board_.has_arrived(WordKind::COMBINE, lane.combine.operation);
 }
 
 RuntimeStats CpuBackend::stats() const {

@@ -14,9 +14,12 @@
 
 namespace expertwire::cpu {
 
+// With a row count: dispatch was given no weights, so combine may bring some.
+constexpr i32 kWeightsComeLate = static_cast<i32>(0x8000'0000u);
+
 // Typed view of one rank's dispatch buffer.
 struct DispatchBuffer {
-  i32* rank_rows;   // [R] rows for each rank
+  i32* rank_rows;   // [R] rows for each rank, with kWeightsComeLate
   i32* row_lists;   // [R, M] their token indices
   i32* topk_ids;    // [M, K]
   float* weights;   // [M, K]
@@ -58,6 +61,23 @@ struct Routes {
   std::size_t destinations_, selections_;
 };
 
+// An operation under way. In two phases the own rank's rows go through its segment like those for others, so that the
+// inputs are free after the first: then `params` serves for the outputs alone.
+struct DispatchCall {
+  DispatchParams params;
+  Operation operation;
+  bool in_two_phases = false;
+};
+
+struct CombineCall {
+  CombineParams params;
+  Operation operation;
+  bool in_two_phases = false;
+  std::vector<char> absent;                   // [R] lost, or combining another dispatch
+  std::vector<char> kept_weights;             // [R] did not ask whether this rank brings weights
+  std::vector<std::uint32_t> other_dispatch;  // [R] 0, or which other dispatch
+};
+
 struct Lane {
   Mapping outputs;
   Mapping route_memory;
@@ -65,6 +85,9 @@ struct Lane {
   Routes routes;
   std::uint32_t dispatch_epoch = 0;
   std::uint32_t combine_epoch = 0;
+  DispatchCall dispatch;
+  CombineCall combine;
+  std::vector<char> weights_come_late;  // [R] of the last dispatch
 
   Lane(const Problem& problem, const Plan& plan);
 };
@@ -77,6 +100,10 @@ class CpuBackend final : public Backend {
   const LaneBuffers& lane_buffers(int lane) const override { return lanes_[static_cast<std::size_t>(lane)].buffers; }
   void dispatch(int lane, const DispatchParams& params) override;
   void combine(int lane, const CombineParams& params) override;
+  void send(int lane, const DispatchParams& params) override;
+  void send(int lane, const CombineParams& params) override;
+  void receive(Step step, int lane, void* stream) override;
+  bool has_arrived(Step step, int lane) override;
   RuntimeStats stats() const override;
   std::vector<int> lost_ranks() const override { return board_.lost_ranks(); }
   bool is_available() const noexcept override { return board_.is_available(); }
@@ -103,10 +130,12 @@ class CpuBackend final : public Backend {
   // dispatch.cc
   template <typename Index>
   void take_topk_ids(const Index* topk_ids, int num_tokens, DispatchBuffer& own);
+  void send_dispatch(int lane_idx, const DispatchParams& params, bool in_two_phases);
+  void receive_dispatch(Lane& lane);
   void write_routes(Lane& lane, const DispatchParams& params, DispatchBuffer& own);
-  void write_rows(const Lane& lane, const DispatchParams& params, DispatchBuffer& own) const;
-  void receive_all(Lane& lane, const DispatchParams& params, const Operation& operation);
-  void receive_from(int source, Lane& lane, const DispatchParams& params, const DispatchBuffer& from, int num_rows);
+  void write_rows(const Lane& lane, DispatchBuffer& own) const;
+  void receive_all(Lane& lane);
+  void receive_from(int source, Lane& lane, const DispatchBuffer& from, int num_rows);
   void note_selections(Lane& lane, const DispatchBuffer& from, std::size_t received, int source, int token);
   void place_row(Lane& lane, const DispatchParams& params, std::size_t received, const std::byte* row,
                  const std::byte* scales);
@@ -117,20 +146,26 @@ class CpuBackend final : public Backend {
   void count_dispatch(const DispatchBuffer& own);
 
   // combine.cc
-  struct CombineCall;
-  void exchange_expert_rows(const CombineCall& call);
-  void meet(const CombineCall& call, WordKind kind, int peer);
-  void write_partials(const CombineCall& call, int destination, const float* new_weights);
-  void write_copies(const CombineCall& call, int destination);
-  void reduce_selections(const CombineCall& call, std::size_t received, const float* new_weights,
+  struct CombineView;
+  CombineView view(Lane& lane) const;
+  void send_combine(int lane_idx, const CombineParams& params, bool in_two_phases);
+  void receive_combine(Lane& lane);
+  void send_rows(const CombineView& call);
+  void send_sums(const CombineView& call, int destination);
+  bool hears_of_weights(const CombineView& call, int destination) const;
+  void meet(const CombineView& call, WordKind kind, int peer);
+  void write_partials(const CombineView& call, int destination, const float* new_weights);
+  void write_copies(const CombineView& call, int destination);
+  void reduce_selections(const CombineView& call, std::size_t received, const float* new_weights,
                          std::uint16_t* out) const;
-  void sum_token(const CombineCall& call, int token);
-  int collect_partials(const CombineCall& call, int token, const std::uint16_t** rows);
-  int collect_slots(const CombineCall& call, int token, const std::uint16_t** rows, float* weights) const;
-  const std::uint16_t* expert_row(const CombineCall& call, std::size_t received, int selection) const;
-  const std::uint16_t* peer_row(const CombineCall& call, int peer, std::size_t received, int selection) const;
-  void count_combine_bytes(const CombineCall& call);
-  void require_same_dispatch(const CombineCall& call) const;
+  void sum_token(const CombineView& call, int token);
+  int collect_partials(const CombineView& call, int token, const std::uint16_t** rows);
+  int collect_slots(const CombineView& call, int token, const std::uint16_t** rows, float* weights) const;
+  const std::uint16_t* expert_row(const CombineView& call, std::size_t received, int selection) const;
+  const std::uint16_t* sent_row(const CombineView& call, int rank, std::size_t received, int selection) const;
+  void fill_with_nan(const CombineParams& params) const;
+  void count_combine_bytes(const CombineView& call);
+  void require_agreement(const CombineView& call) const;
 
   Problem problem_;
   Plan plan_;
@@ -142,10 +177,8 @@ class CpuBackend final : public Backend {
   std::vector<i32> rank_of_expert_;        // [E]
   std::vector<std::uint64_t> last_token_;  // [E] the last token that chose the expert: finds repeats in one pass
   std::uint64_t token_counter_ = 0;
-  std::vector<i32> expert_rows_;               // [L] rows placed so far in this dispatch
-  std::vector<std::uint16_t> partial_row_;     // [H]
-  std::vector<char> absent_;                   // [R] in this combine: lost, or combining another dispatch
-  std::vector<std::uint32_t> other_dispatch_;  // [R] in this combine: 0, or which other dispatch
+  std::vector<i32> expert_rows_;            // [L] rows placed so far in this dispatch
+  std::vector<std::uint16_t> partial_row_;  // [H]
   RuntimeStats stats_;
 };
 

@@ -1,5 +1,6 @@
 // dispatch on the CPU:
-//   check ids -> write routes, then rows, into the own buffer of this epoch -> post -> for every source: await, place.
+//   send     check ids -> write routes, then rows, into the own buffer of this epoch -> post
+//   receive  for every source: await, place
 // Nothing is visible to a peer before the post, so a refused call leaves no trace.
 #include <algorithm>
 #include <array>
@@ -74,10 +75,13 @@ void CpuBackend::write_routes(Lane& lane, const DispatchParams& params, Dispatch
       own.row_lists[source_row(ranks[i], slots[i])] = token;
     }
   }
+  if (params.weights != nullptr) return;
+  for (int rank = 0; rank < shape_.num_ranks; ++rank) own.rank_rows[rank] |= kWeightsComeLate;
 }
 
-void CpuBackend::write_rows(const Lane& lane, const DispatchParams& params, DispatchBuffer& own) const {
+void CpuBackend::write_rows(const Lane& lane, DispatchBuffer& own) const {
   const RowLayout& row = plan_.layout.row;
+  const DispatchParams& params = lane.dispatch.params;
   const bool quantize = shape_.fp8 && params.block_scales == nullptr;
   const std::size_t input_bytes = static_cast<std::size_t>(shape_.hidden_size) * (shape_.fp8 && !quantize ? 1 : 2);
   const std::byte* x = static_cast<const std::byte*>(params.x);
@@ -85,7 +89,7 @@ void CpuBackend::write_rows(const Lane& lane, const DispatchParams& params, Disp
   for (int token = 0; token < params.num_tokens; ++token) {
     const int num_destinations = lane.routes.num_destinations[token];
     const i32* ranks = lane.routes.destination_rank + lane.routes.first_destination(token);
-    const bool stays = num_destinations == 1 && ranks[0] == problem_.rank;
+    const bool stays = num_destinations == 1 && ranks[0] == problem_.rank && !lane.dispatch.in_two_phases;
     if (num_destinations == 0 || (stays && !quantize)) continue;  // own rows are placed from x where they can be
     const std::byte* from = x + static_cast<std::size_t>(token) * input_bytes;
     std::byte* to = own.row(token);
@@ -162,10 +166,11 @@ void CpuBackend::note_selections(Lane& lane, const DispatchBuffer& from, std::si
   lane.routes.num_selections[received] = count;
 }
 
-void CpuBackend::receive_from(int source, Lane& lane, const DispatchParams& params, const DispatchBuffer& from,
-                              int num_rows) {
+void CpuBackend::receive_from(int source, Lane& lane, const DispatchBuffer& from, int num_rows) {
   const RowLayout& layout = plan_.layout.row;
-  const bool from_x = source == problem_.rank && (!shape_.fp8 || params.block_scales != nullptr);
+  const DispatchParams& params = lane.dispatch.params;
+  const bool from_x =
+      source == problem_.rank && !lane.dispatch.in_two_phases && (!shape_.fp8 || params.block_scales != nullptr);
   for (int slot = 0; slot < num_rows; ++slot) {
     const std::size_t received = source_row(source, slot);
     const i32 token = std::clamp(from.row_lists[source_row(problem_.rank, slot)], 0, shape_.max_tokens_per_rank - 1);
@@ -218,7 +223,8 @@ void CpuBackend::clear_counts(Lane& lane) const {
   std::fill_n(lane.buffers.rank_ranges, local * ranks * 2, 0);
 }
 
-void CpuBackend::receive_all(Lane& lane, const DispatchParams& params, const Operation& operation) {
+void CpuBackend::receive_all(Lane& lane) {
+  const Operation& operation = lane.dispatch.operation;
   const std::uint64_t row_bytes = plan_.layout.row.payload_bytes + plan_.layout.row.scale_bytes;
   std::fill(expert_rows_.begin(), expert_rows_.end(), 0);
   for (int i = 0; i < shape_.num_ranks; ++i) {
@@ -227,8 +233,10 @@ void CpuBackend::receive_all(Lane& lane, const DispatchParams& params, const Ope
     int num_rows = 0;
     if (source == problem_.rank || board_.await(WordKind::DISPATCH, source, operation)) {
       const DispatchBuffer from = dispatch_buffer(source, operation.lane, operation.epoch);
-      num_rows = std::clamp(from.rank_rows[problem_.rank], 0, shape_.max_tokens_per_rank);
-      receive_from(source, lane, params, from, num_rows);
+      const i32 told = from.rank_rows[problem_.rank];
+      lane.weights_come_late[static_cast<std::size_t>(source)] = (told & kWeightsComeLate) != 0;
+      num_rows = std::clamp(told & ~kWeightsComeLate, 0, shape_.max_tokens_per_rank);
+      receive_from(source, lane, from, num_rows);
     }
     finish_source(source, lane, num_rows);
     if (source != problem_.rank) stats_.bytes_received += row_bytes * static_cast<std::uint64_t>(num_rows);
@@ -236,25 +244,42 @@ void CpuBackend::receive_all(Lane& lane, const DispatchParams& params, const Ope
   board_.confirm(WordKind::DISPATCH, operation);
 }
 
-void CpuBackend::dispatch(int lane_idx, const DispatchParams& params) {
+void CpuBackend::send_dispatch(int lane_idx, const DispatchParams& params, bool in_two_phases) {
   board_.require_available();
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const Operation operation = board_.begin("dispatch", lane_idx, lane.dispatch_epoch);
-  DispatchBuffer own = dispatch_buffer(problem_.rank, lane_idx, operation.epoch);
+  lane.dispatch = DispatchCall{params, board_.begin("dispatch", lane_idx, lane.dispatch_epoch), in_two_phases};
+  DispatchBuffer own = dispatch_buffer(problem_.rank, lane_idx, lane.dispatch.operation.epoch);
   params.topk_ids_are_64_bit ? take_topk_ids(static_cast<const i64*>(params.topk_ids), params.num_tokens, own)
                              : take_topk_ids(static_cast<const i32*>(params.topk_ids), params.num_tokens, own);
   write_routes(lane, params, own);
-  write_rows(lane, params, own);
+  write_rows(lane, own);
   try {
-    board_.post(WordKind::DISPATCH, operation);
-    receive_all(lane, params, operation);
+    board_.post(WordKind::DISPATCH, lane.dispatch.operation);
+  } catch (const Error&) {
+    clear_counts(lane);
+    throw;
+  }
+}
+
+void CpuBackend::receive_dispatch(Lane& lane) {
+  const Operation& operation = lane.dispatch.operation;
+  try {
+    if (lane.dispatch.in_two_phases) board_.require_available();
+    receive_all(lane);
   } catch (const Error&) {
     clear_counts(lane);
     throw;
   }
   lane.dispatch_epoch = operation.epoch;
-  count_dispatch(own);
+  count_dispatch(dispatch_buffer(problem_.rank, operation.lane, operation.epoch));
 }
+
+void CpuBackend::dispatch(int lane_idx, const DispatchParams& params) {
+  send_dispatch(lane_idx, params, false);
+  receive_dispatch(lanes_[static_cast<std::size_t>(lane_idx)]);
+}
+
+void CpuBackend::send(int lane_idx, const DispatchParams& params) { send_dispatch(lane_idx, params, true); }
 
 void CpuBackend::count_dispatch(const DispatchBuffer& own) {
   const std::uint64_t row_bytes = plan_.layout.row.payload_bytes + plan_.layout.row.scale_bytes;
@@ -262,7 +287,8 @@ void CpuBackend::count_dispatch(const DispatchBuffer& own) {
   for (std::size_t expert = 0; expert < expert_rows_.size(); ++expert)
     stats_.expert_tokens[expert] += static_cast<std::uint64_t>(expert_rows_[expert]);
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
-    if (peer != problem_.rank) stats_.bytes_sent += row_bytes * static_cast<std::uint64_t>(own.rank_rows[peer]);
+    if (peer != problem_.rank)
+      stats_.bytes_sent += row_bytes * static_cast<std::uint64_t>(own.rank_rows[peer] & ~kWeightsComeLate);
   }
 }
 

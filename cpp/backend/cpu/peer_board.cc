@@ -32,11 +32,14 @@ PeerBoard::PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer>
       policy_(problem.config.on_peer_loss),
       peers_(std::move(peers)),
       lost_(peers_.size(), false),
+      lost_at_(peers_.size(), 0),
       wait_seconds_(peers_.size(), 0.0) {}
 
-Operation PeerBoard::begin(const char* name, int lane, std::uint32_t previous) const {
-  return Operation{name, lane, previous, next_epoch(previous), Clock::now()};
+Operation PeerBoard::begin(const char* name, int lane, std::uint32_t previous) {
+  return Operation{name, lane, previous, next_epoch(previous), ++num_begun_, Clock::now()};
 }
+
+void PeerBoard::resume(Operation& operation) { operation.start = Clock::now(); }
 
 EpochWord& PeerBoard::word(WordKind kind, int rank, int lane) const {
   const std::uint64_t offset = kind == WordKind::DISPATCH ? layout_.dispatch_word
@@ -81,10 +84,11 @@ void PeerBoard::end(const std::string& why, const Operation& operation) {
 }
 
 bool PeerBoard::await(WordKind kind, int peer, const Operation& operation) {
-  if (lost_[static_cast<std::size_t>(peer)]) {
-    // Its other words too, before this operation ends: if it still runs, that is where it finds out.
-    give_up(word(kind, peer, operation.lane), operation.previous, operation.epoch);
-    return false;
+  if (is_lost(peer)) {
+    // Its other words too, before this operation ends: if it still runs, that is where it finds out. What it posted of an
+    // operation that was sent before it was lost counts, as it does for the ranks that took it before.
+    const WordState state = give_up(word(kind, peer, operation.lane), operation.previous, operation.epoch);
+    return state == WordState::POSTED && operation.serial <= lost_at_[static_cast<std::size_t>(peer)];
   }
   Loss why = Loss::GIVEN_UP;
   WordState state = look(word(kind, peer, operation.lane), operation.previous, operation.epoch);
@@ -98,6 +102,14 @@ bool PeerBoard::await(WordKind kind, int peer, const Operation& operation) {
   if (why == Loss::GIVEN_UP) should_give_up(peer, operation, why);  // another rank was quicker: the cause is the same
   record_loss(kind, peer, operation, why);
   return false;
+}
+
+bool PeerBoard::has_arrived(WordKind kind, const Operation& operation) const {
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer == rank_ || is_lost(peer)) continue;
+    if (look(word(kind, peer, operation.lane), operation.previous, operation.epoch) == WordState::PENDING) return false;
+  }
+  return true;
 }
 
 WordState PeerBoard::wait_for(WordKind kind, int peer, const Operation& operation, Loss& why) {
@@ -137,6 +149,7 @@ bool PeerBoard::should_give_up(int peer, const Operation& operation, Loss& why) 
 
 void PeerBoard::record_loss(WordKind kind, int peer, const Operation& operation, Loss why) {
   lost_[static_cast<std::size_t>(peer)] = true;
+  lost_at_[static_cast<std::size_t>(peer)] = num_begun_;
   if (why == Loss::TIMEOUT) ++num_timeouts_;
   if (policy_ == PeerLossPolicy::MASK) {
     restart_waits();  // the time that went by was the lost rank's, not the others'

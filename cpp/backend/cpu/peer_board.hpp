@@ -24,6 +24,7 @@ struct Operation {
   int lane = 0;
   std::uint32_t previous = 0;  // epoch of the one before of this kind on this lane
   std::uint32_t epoch = 0;
+  std::uint64_t serial = 0;  // among all operations of this rank, in the order in which they were sent
   std::chrono::steady_clock::time_point start;
 };
 
@@ -31,7 +32,9 @@ class PeerBoard {
  public:
   PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer> peers);
 
-  Operation begin(const char* name, int lane, std::uint32_t previous) const;
+  Operation begin(const char* name, int lane, std::uint32_t previous);
+  // Its waits have the full time from now on: what went by since it was sent was the caller's.
+  static void resume(Operation& operation);
 
   // Makes what this rank wrote visible to all. Throws PeerLost if this rank was given up.
   void post(WordKind kind, const Operation& operation);
@@ -39,6 +42,8 @@ class PeerBoard {
   // Waits for `peer` to post. False: it is lost and the policy is MASK. Under RAISE a loss throws PeerLost and ends the
   // communicator. The wait is bounded by timeout_s and ends early when the peer exits or closes.
   bool await(WordKind kind, int peer, const Operation& operation);
+  // Whether no await for this operation would wait.
+  bool has_arrived(WordKind kind, const Operation& operation) const;
 
   // Gives all waits from now on the full time again: the ranks that are awaited next have just been heard of.
   void restart_waits();
@@ -46,6 +51,7 @@ class PeerBoard {
   // After this rank's last read of peers' buffers in an operation. Throws PeerLost if it was given up meanwhile.
   void confirm(WordKind kind, const Operation& operation);
 
+  bool is_lost(int rank) const { return lost_[static_cast<std::size_t>(rank)]; }
   std::byte* segment(int rank) const { return peers_[static_cast<std::size_t>(rank)].segment->at(0); }
   void require_available() const;  // throws PeerLost once the communicator has ended
   bool is_available() const noexcept { return ended_.empty(); }
@@ -78,6 +84,8 @@ class PeerBoard {
   PeerLossPolicy policy_;
   std::vector<Peer> peers_;
   std::vector<bool> lost_;
+  std::vector<std::uint64_t> lost_at_;  // the operation sent last when a rank was lost
+  std::uint64_t num_begun_ = 0;
   std::vector<double> wait_seconds_;
   std::chrono::steady_clock::time_point waits_start_;
   std::uint64_t num_timeouts_ = 0;

@@ -31,22 +31,6 @@ DeviceFacts describe(int device) {
   return facts;
 }
 
-// A range for a profiler, while an object of it lives.
-class Range {
- public:
-  explicit Range(const char* name) : nvtx_(nvtx()) {
-    if (nvtx_ != nullptr) nvtx_->nvtxRangePushA(name);
-  }
-  ~Range() {
-    if (nvtx_ != nullptr) nvtx_->nvtxRangePop();
-  }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
-
- private:
-  const Nvtx* nvtx_;
-};
-
 struct CommonWords {  // of all lanes, in memory of the GPU
   u32 abort;
   LossState losses;
@@ -91,32 +75,6 @@ LoadedKernel::LoadedKernel(int device, const KernelImage& image, const Variant& 
               "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   if (blocks < 1)
     throw Error(ErrorCode::Backend, "a block of " + std::to_string(num_threads_) + " threads does not fit on an SM");
-}
-
-void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream) {
-  launch(kernel, cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes,
-         const_cast<DispatchKernelParams*>(&params), stream);
-}
-
-void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream) {
-  launch(kernel, cuda_plan_.combine_blocks, 0, const_cast<CombineKernelParams*>(&params), stream);
-}
-
-void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params,
-                         CUstream stream) {
-  CUlaunchAttribute dependent{};
-  dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  dependent.value.programmaticStreamSerializationAllowed = 1;
-  CUlaunchConfig config{};
-  config.gridDimX = static_cast<unsigned>(num_blocks);
-  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
-  config.blockDimX = static_cast<unsigned>(kernel.num_threads());
-  config.sharedMemBytes = static_cast<unsigned>(shared_bytes);
-  config.hStream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = cuda_plan_.dependent_launch ? 1 : 0;
-  void* arguments[] = {params};
-  cuda::check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr), "cuLaunchKernelEx");
 }
 
 CudaBackend::CudaBackend(const Problem& problem, const Plan& plan, Bootstrap& bootstrap)
@@ -165,9 +123,11 @@ void CudaBackend::load_kernels() {
       compile_sources(program_sources(problem_, cuda_plan_), cuda_plan_.architecture);
   const int device = problem_.config.device.index;
   auto image = images.begin();
-  for (const Variant& variant : cuda_plan_.dispatch)
-    dispatch_.emplace_back(device, *image++, variant, cuda_plan_.dispatch_shared_bytes);
-  for (const Variant& variant : cuda_plan_.combine) combine_.emplace_back(device, *image++, variant, 0);
+  for (const Variant& variant : programs(cuda_plan_)) {
+    const bool is_dispatch = variant.kernel == Kernel::DISPATCH;
+    (is_dispatch ? dispatch_ : combine_)[static_cast<std::size_t>(variant.phase)].emplace_back(
+        device, *image++, variant, is_dispatch ? cuda_plan_.dispatch_shared_bytes : 0);
+  }
 }
 
 // Not by cuMemAlloc, whose counterpart waits for the whole device.
@@ -190,6 +150,9 @@ void CudaBackend::make_lanes() {
     made.buffers = make_buffers(outputs, plan_.outputs, problem_);
     for (int rank = 0; rank < problem_.num_ranks; ++rank) {
       made.params.inboxes[rank] = at<u8>(inboxes_->address(rank), inbox_bytes * static_cast<u64>(lane));
+    }
+    for (CUevent& event : made.received) {
+      if (problem_.config.two_phase) cuda::check(cuda.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     }
     made.params.state = at<u8>(allocate(state_bytes), 0);
     made.params.rank = problem_.rank;
@@ -238,8 +201,10 @@ void CudaBackend::launch_nothing() {
   DispatchKernelParams dispatch{};
   CombineKernelParams combine{};
   dispatch.num_tokens = combine.num_tokens = -1;
-  for (const LoadedKernel& kernel : dispatch_) launch(kernel, dispatch, own_stream_);
-  for (const LoadedKernel& kernel : combine_) launch(kernel, combine, own_stream_);
+  for (const auto& kernels : dispatch_)
+    for (const LoadedKernel& kernel : kernels) launch(kernel, dispatch, own_stream_);
+  for (const auto& kernels : combine_)
+    for (const LoadedKernel& kernel : kernels) launch(kernel, combine, own_stream_);
   cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
@@ -268,77 +233,14 @@ void CudaBackend::release() noexcept {
     cuda.cuEventSynchronize(last_work_);  // at once if it was never recorded
     cuda.cuEventDestroy(last_work_);
   }
+  for (const Lane& lane : lanes_)
+    for (const CUevent event : lane.received)
+      if (event != nullptr) cuda.cuEventDestroy(event);
   if (own_stream_ != nullptr) cuda.cuStreamDestroy(own_stream_);
   memory_.clear();
   report_.reset();
   CUcontext popped = nullptr;
   cuda.cuCtxPopCurrent(&popped);
-}
-
-// Operations of one communicator run one after the other, also on different streams.
-void CudaBackend::follow(CUstream stream) {
-  if (last_stream_ && *last_stream_ != stream) {
-    const Driver& cuda = driver();
-    CUstreamCaptureStatus before = CU_STREAM_CAPTURE_STATUS_NONE, now = CU_STREAM_CAPTURE_STATUS_NONE;
-    cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &before), "cuStreamIsCapturing");
-    cuda::check(cuda.cuStreamIsCapturing(stream, &now), "cuStreamIsCapturing");
-    if (before == now) {  // work outside a capture is ordered by whoever launches the graph
-      cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
-      cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
-    }
-  }
-  last_stream_ = stream;
-}
-
-const LoadedKernel& CudaBackend::choose(const std::vector<LoadedKernel>& kernels, int num_tokens) const {
-  return num_tokens <= cuda_plan_.small_work_tokens ? kernels.front() : kernels.back();
-}
-
-void CudaBackend::dispatch(int lane_idx, const DispatchParams& params) {
-  const Range range("expertwire dispatch");
-  check();
-  const CurrentContext current(*context_);
-  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream);
-  DispatchKernelParams kernel{};
-  kernel.lane = lane.params;
-  kernel.x = params.x;
-  kernel.block_scales = params.block_scales;
-  kernel.topk_ids = params.topk_ids;
-  kernel.physical_of_logical = placement_;
-  kernel.weights = params.weights;
-  kernel.num_tokens = params.num_tokens;
-  kernel.call = lane.call = static_cast<u32>(stats_.dispatch_calls + 1);
-  kernel.topk_ids_are_64_bit = params.topk_ids_are_64_bit ? 1 : 0;
-  kernel.tokens = params.tokens;
-  kernel.scales = lane.buffers.scales;
-  kernel.num_tokens_per_expert = lane.buffers.num_tokens_per_expert;
-  kernel.num_tokens_per_rank = lane.buffers.num_tokens_per_rank;
-  kernel.rank_ranges = lane.buffers.rank_ranges;
-  kernel.source_token = lane.buffers.source_token;
-  kernel.out_topk_ids = lane.buffers.topk_ids;
-  kernel.out_weights = lane.buffers.weights;
-  launch(choose(dispatch_, params.num_tokens), kernel, stream);
-  ++stats_.dispatch_calls;
-}
-
-void CudaBackend::combine(int lane_idx, const CombineParams& params) {
-  const Range range("expertwire combine");
-  check();
-  const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const CurrentContext current(*context_);
-  const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream);
-  CombineKernelParams kernel{};
-  kernel.lane = lane.params;
-  kernel.expert_output = params.expert_output;
-  kernel.weights = params.weights;
-  kernel.out = params.out;
-  kernel.num_tokens = params.num_tokens;
-  kernel.call = lane.call;
-  launch(choose(combine_, params.num_tokens), kernel, stream);
-  ++stats_.combine_calls;
 }
 
 RuntimeStats CudaBackend::stats() const {

@@ -2,6 +2,7 @@
 // update_placement(), stats() and destruction. The hot path is launch().
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -37,6 +38,10 @@ class CudaBackend final : public Backend {
   const LaneBuffers& lane_buffers(int lane) const override { return lanes_[static_cast<std::size_t>(lane)].buffers; }
   void dispatch(int lane, const DispatchParams& params) override;
   void combine(int lane, const CombineParams& params) override;
+  void send(int lane, const DispatchParams& params) override;
+  void send(int lane, const CombineParams& params) override;
+  void receive(Step step, int lane, void* stream) override;
+  bool has_arrived(Step step, int lane) override;
   RuntimeStats stats() const override;
   std::vector<int> lost_ranks() const override;
   bool is_available() const noexcept override { return !report_->has_loss(); }
@@ -50,7 +55,14 @@ class CudaBackend final : public Backend {
     LaneBuffers buffers;
     LaneParams params;
     u32 call = 0;  // number of the dispatch that used it last
+    // What was sent and is, or will be, received; recorded behind the receive.
+    DispatchKernelParams dispatch;
+    CombineKernelParams combine;
+    CUevent received[2] = {};
+    bool is_received[2] = {};
   };
+  // For few tokens and, where that occurs, for many, by phase.
+  using Kernels = std::array<std::vector<LoadedKernel>, 3>;
 
   void build(Bootstrap& bootstrap);
   void release() noexcept;
@@ -61,18 +73,20 @@ class CudaBackend final : public Backend {
   void write_placement(CUstream stream);
   void launch_nothing();
   CUdeviceptr allocate(std::size_t bytes);
+  DispatchKernelParams prepare(int lane, const DispatchParams& params);
+  CombineKernelParams prepare(int lane, const CombineParams& params);
   void follow(CUstream stream);
   void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream);
   void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream);
   void launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
-  const LoadedKernel& choose(const std::vector<LoadedKernel>& kernels, int num_tokens) const;
+  const LoadedKernel& choose(const Kernels& kernels, Phase phase, int num_tokens) const;
   void add_device_counts(const Lane& lane, RuntimeStats& stats) const;
 
   Problem problem_;
   Plan plan_;
   CudaPlan cuda_plan_;
   std::optional<PrimaryContext> context_;
-  std::vector<LoadedKernel> dispatch_, combine_;  // for few tokens and, where that occurs, for many
+  Kernels dispatch_, combine_;
   std::optional<SymmetricMemory> inboxes_;
   std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
   i32* placement_ = nullptr;     // [num_logical_experts], with a placement

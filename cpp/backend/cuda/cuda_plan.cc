@@ -86,6 +86,8 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
   plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts_of_row;
   choose_variants(plan, problem, facts,
                   plan.dispatch_blocks == 0 || problem.shape.max_tokens_per_rank > plan.small_work_tokens);
+  plan.phases = {Phase::WHOLE};
+  if (problem.config.two_phase) plan.phases.insert(plan.phases.end(), {Phase::SEND, Phase::RECEIVE});
   return plan;
 }
 
@@ -103,6 +105,7 @@ std::string CudaPlan::to_string() const {
     text += " up to " + std::to_string(small_work_tokens) + " tokens";
     add_threads(1);
   }
+  if (phases.size() > 1) text += ", also in two phases";
   return text + ", shared " + std::to_string(dispatch_shared_bytes) + " B, dependent launch " +
          (dependent_launch ? "on" : "off");
 }
@@ -142,17 +145,26 @@ std::string program_source(const Problem& problem, const Variant& variant) {
   number("kInvalidId", config.invalid_token_expert_id);
   flag("kValidate", config.validate);
   flag("kMask", shape.mask);
+  number("kPhase", static_cast<int>(variant.phase));
   number("kNumThreads", variant.num_threads);
   number("kBlocksPerSm", variant.blocks_per_sm);
   for (const auto& [constant, value] : variant.tuning) number(constant, value);
   return text + "}\n#include \"" + name(variant.kernel) + ".cuh\"\n";
 }
 
+std::vector<Variant> programs(const CudaPlan& plan) {
+  std::vector<Variant> all;
+  for (const Phase phase : plan.phases) {
+    for (const auto* variants : {&plan.dispatch, &plan.combine}) {
+      for (const Variant& variant : *variants) all.emplace_back(variant).phase = phase;
+    }
+  }
+  return all;
+}
+
 std::vector<std::string> program_sources(const Problem& problem, const CudaPlan& plan) {
   std::vector<std::string> sources;
-  for (const auto* variants : {&plan.dispatch, &plan.combine}) {
-    for (const Variant& variant : *variants) sources.push_back(program_source(problem, variant));
-  }
+  for (const Variant& variant : programs(plan)) sources.push_back(program_source(problem, variant));
   return sources;
 }
 

@@ -19,6 +19,9 @@ struct DeviceFacts {
 
 enum class Kernel { DISPATCH, COMBINE };
 
+// Which part of an operation a kernel does: kPhase of its program.
+enum class Phase { WHOLE, SEND, RECEIVE };
+
 const char* name(Kernel kernel);  // "dispatch": of dispatch.cuh and dispatch_kernel
 
 // One compiled program: a kernel and what it is tuned by.
@@ -27,6 +30,7 @@ struct Variant {
   int num_threads = 0;    // of a block that move rows; a block has one warp more
   int blocks_per_sm = 0;  // that must fit at once: the next kernel's blocks are there before the last one's have left
   std::vector<std::pair<const char*, int>> tuning;  // constants of this kernel alone, by name
+  Phase phase = Phase::WHOLE;
 
   int block_threads() const { return num_threads + 32; }
 };
@@ -39,6 +43,7 @@ struct CudaPlan {
   std::size_t dispatch_shared_bytes = 0;
   // For few tokens and, unless no call can bring more, for many: the small one is launched up to small_work_tokens.
   std::vector<Variant> dispatch, combine;
+  std::vector<Phase> phases;  // in each of which each of them is compiled
   int small_work_tokens = 0;
   std::string to_string() const;
 };
@@ -48,7 +53,8 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts);
 
 // The source of one program: namespace expertwire::config, and the kernel that reads it.
 std::string program_source(const Problem& problem, const Variant& variant);
-// Of all programs of a plan: those of dispatch, then those of combine.
+// All programs of a plan: by phase those of dispatch, then those of combine.
+std::vector<Variant> programs(const CudaPlan& plan);
 std::vector<std::string> program_sources(const Problem& problem, const CudaPlan& plan);
 
 }  // namespace expertwire::cuda

@@ -127,6 +127,41 @@ class MoERuntime {
   /// which sum them into request.out.
   /// @throws Error InvalidArgument, InvalidHandle, Unsupported, PeerLost
   void combine(const LatencyCombineRequest& request);
+
+  /// @name The same in two phases
+  /// Send now, receive later: between the two nothing is held, neither a core nor an SM, and the rows travel. All four
+  /// are collective, and sends and receives each come in the same order on every rank, with blocking operations among
+  /// the sends; a rank may receive earlier or later than others. It may do an operation in two phases that others do
+  /// in one.
+  ///
+  /// Inputs are done with after the send, as with the blocking call; outputs are valid after the receive. On a lane a
+  /// dispatch is received before it is combined, and both are received before it is dispatched again: F lanes
+  /// allow F dispatches with their combines under way. Another order is refused with InvalidHandle. Waits of the
+  /// receive have timeout_s from its start on. CUDA needs RuntimeConfig::two_phase.
+  /// @{
+
+  /// Sends this rank's tokens. The handle is good for dispatch_receive, and after that for combine.
+  /// @throws Error as dispatch; InvalidHandle; Unsupported
+  DispatchHandle dispatch_send(const LatencyDispatchRequest& request);
+  /// Receives into the buffers of the handle's lane, or into output_buffer of the request.
+  /// @param stream  CUDA: what the receive is put on; it runs after all earlier operations of this runtime
+  /// @throws Error InvalidHandle if there is nothing to receive for the handle; PeerLost
+  void dispatch_receive(const DispatchHandle& handle, void* stream = nullptr);
+  /// Sends expert outputs back. EXPERT_MAJOR with RANK_LOCAL_REDUCE sums before it sends: it waits for the weights of
+  /// ranks that gave none to dispatch, and takes none in place of those that this rank gave there.
+  /// @throws Error as combine; Unsupported
+  void combine_send(const LatencyCombineRequest& request);
+  /// Receives and sums into `out` of the request.
+  /// @param handle  of the dispatch that was combined
+  /// @throws Error InvalidHandle if there is nothing to receive for the handle; PeerLost
+  void combine_receive(const DispatchHandle& handle, void* stream = nullptr);
+  /// Before dispatch_receive: whether it would not wait (CPU); false (CUDA). After it: whether the outputs are there.
+  /// @throws Error InvalidHandle if the handle is empty or of another runtime
+  bool dispatch_done(const DispatchHandle& handle);
+  /// The same of the combine that was sent last for the handle.
+  bool combine_done(const DispatchHandle& handle);
+  /// @}
+
   /// @throws Error Unsupported, always
   DispatchHandle dispatch(const ThroughputDispatchRequest& request);
   /// @throws Error Unsupported, always

@@ -4,6 +4,8 @@
 //            (RANK_LOCAL_REDUCE) or each of them (DIRECT_SEND) to that rank.
 //   sum      a warp takes a piece of an own token, makes the own rank's part, waits for the others' and adds all in the
 //            fixed order: ascending rank, or ascending k.
+//
+// In two phases one kernel returns, to its own rank too, and another sums.
 #pragma once
 
 #include "device/combine_return.cuh"
@@ -36,36 +38,40 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   ReturnFacts first_return;
   OwnFacts first_own;
   if (is_worker()) {
-    first_return = load_return(p, 1 < kRanks ? 1 : 0);
-    first_own = load_own_facts(p, first_own_item());
+    if constexpr (kSends) first_return = load_return(p, kFirstStep < kRanks ? kFirstStep : 0);
+    if constexpr (kReceives) first_own = load_own_facts(p, first_own_item());
   }
   u32* own_epoch = at<u32>(p.lane.state, kState.combine_epochs) + blockIdx.x;
   const u32 previous = *own_epoch;
   const u64 dispatched = *at<const u64>(p.lane.state, kState.dispatched);
   const CombineContext c = context_of(p, next_packet_epoch(previous), dispatched);
   const bool replaces =
-      kSumsWithWeights && c.weights != nullptr && (num_rows_of(p.lane.state, c.rank) & kWeightsComeLate) == 0;
+      kWhole && kSumsWithWeights && c.weights != nullptr && (num_rows_of(p.lane.state, c.rank) & kWeightsComeLate) == 0;
   Wait wait(p.lane, 1, c.buffers.epoch);
   note_absent(p.lane, 1, c.buffers.epoch, wait);
   bool is_asked = false;  // for sums with other weights
   if (is_worker()) {
-    send_weights(c);
-    return_pieces(c, replaces, first_return, wait);
+    if constexpr (kSends) {
+      send_weights(c);
+      stage_weights(c);
+      return_pieces(c, replaces, first_return, wait);
+    }
     wait.look_at_abort();
-    clear_old_weights(c, (c.buffers.route + kNumRouteBuffers - 1) % kNumRouteBuffers);
+    if constexpr (kSends) clear_old_weights(c, (c.buffers.route + kNumRouteBuffers - 1) % kNumRouteBuffers);
     if (replaces) drop_old_sums(p, c.buffers.epoch, dispatched);
-    sum_pieces(c, first_own, wait);
+    if constexpr (kReceives) sum_pieces(c, first_own, wait);
   } else if (has_packets()) {
     exchange_packets(
         p.lane, c.buffers.epoch, (c.weights != nullptr ? kHasWeights : 0u) | (replaces ? kHearsBeforeItSums : 0u), wait,
         [&c](u8* inbox, i32 source) { return combine_packet(inbox, c.buffers, source); },
         [&](u32 told, i32 source) {
-          if (kSumsWithWeights && !replaces && wants_others(c, source, told)) is_asked = true;
+          if (kWhole && kSumsWithWeights && !replaces && wants_others(c, source, told)) is_asked = true;
         });
-    if (lane_idx() == 0) count_answers(p.lane.state);
+    if (kReceives && lane_idx() == 0) count_answers(p.lane.state);
   }
+  if constexpr (!kReceives) return;
   if (__syncthreads_or(wait.failed() || is_asked || c.stale ? 1 : 0) != 0) {
-    if (kSumsWithWeights && __syncthreads_or(is_asked ? 1 : 0) != 0 && is_worker())
+    if (kWhole && kSumsWithWeights && __syncthreads_or(is_asked ? 1 : 0) != 0 && is_worker())
       send_other_sums(p, c.buffers.epoch, dispatched);
     if (c.stale && grid_thread() == 0) report_stale(c, static_cast<u32>(dispatched >> 32));
     if (__syncthreads_or(wait.failed() || c.stale ? 1 : 0) != 0) fill_with_nan(p);

@@ -6,6 +6,8 @@
 //            rank that wants it; in RANK_MAJOR its own rank's copy goes straight to its place.
 //   receive  a warp takes a part of a row of any source, waits for it, stores it to its rows, and puts the sentinel back.
 //   packets  one more warp of the last block tells all ranks that this one is here, and waits until all have told it.
+//
+// In two phases one kernel routes and sends, to its own rank too, and another receives.
 #pragma once
 
 #include "device/dispatch_masking.cuh"
@@ -39,6 +41,12 @@ __device__ inline void clear_counts(const DispatchKernelParams& p) {
     p.rank_ranges[i * 2 + 1] = 0;
     if (i % kRanks == 0) p.num_tokens_per_expert[i / kRanks] = 0;
   }
+}
+
+__device__ inline void note_dispatched(const DispatchContext& c) {
+  if (grid_thread() != 0) return;
+  *at<u64>(c.p.lane.state, kState.dispatched) = static_cast<u64>(c.p.call) << 32 | static_cast<u32>(c.p.num_tokens);
+  clear_next_counts(c.p.lane.state, c.buffers);
 }
 
 __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark_loads, Loaded loaded, Wait& wait) {
@@ -85,17 +93,48 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
   }
   receive(c, received, wait);
   validate_ids(c);
-  if (grid_thread() == 0) {
-    *at<u64>(c.p.lane.state, kState.dispatched) = static_cast<u64>(c.p.call) << 32 | static_cast<u32>(c.p.num_tokens);
-    clear_next_counts(c.p.lane.state, c.buffers);
+  note_dispatched(c);
+}
+
+__device__ inline void send_rows(const DispatchContext& c, const MarkLoads& mark_loads, Loaded loaded) {
+  mark_tokens(c, mark_loads);
+  sync_workers();
+  if (blockIdx.x == 0) send_counts(c);
+#pragma unroll 1
+  for (i32 item = grid_warp(); item < c.p.num_tokens * kParts; item += grid_warps()) {
+    if (item != grid_warp()) loaded = load_part(c.p, item / kParts, item % kParts);
+    send_part(c, item / kParts, item % kParts, make_part(c, item % kParts, loaded));
   }
+  clear_old_tags(c);
+  validate_ids(c);
+}
+
+__device__ inline void receive_rows(const DispatchContext& c, Wait& wait) {
+  wait.look_at_abort();
+  const Cursor first(c, kFirstStep);
+  const bool has_first = first.may_be_sent() && !is_absent(first.source);
+  Received received;
+  received.count = 0;
+  if constexpr (config::kMask) {
+    agree_on_counts(c, wait);
+  } else if constexpr (!kCountsWithRows) {
+    take_counts(c, wait);
+    sync_workers();
+  }
+  if (has_first) {
+    received = load_received(c, first);
+    await_received(c, first, received, wait);
+  }
+  receive(c, received, wait);
+  note_dispatched(c);
 }
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm)
     dispatch_kernel(const __grid_constant__ DispatchKernelParams p) {
   extern __shared__ u32 shared_memory[];
 #pragma unroll 1
-  for (i32 i = static_cast<i32>(threadIdx.x); i < kMarked * kMaskWords; i += kBlockThreads) shared_memory[i] = 0;
+  for (i32 i = static_cast<i32>(threadIdx.x); kSends && i < kMarked * kMaskWords; i += kBlockThreads)
+    shared_memory[i] = 0;
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
@@ -105,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   const u32 previous = *own_epoch;
   MarkLoads mark_loads;
   Loaded loaded;
-  if (is_worker()) {  // in flight while the block routes
+  if (kSends && is_worker()) {  // in flight while the block routes
     mark_loads = load_marks(p, static_cast<i32>(threadIdx.x));
     const i32 first = first_part(p);
     if (first < p.num_tokens * kParts) loaded = load_part(p, first / kParts, first % kParts);
@@ -114,12 +153,18 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   Wait wait(p.lane, 0, c.buffers.epoch);
   note_absent(p.lane, 0, c.buffers.epoch, wait);
   if (is_worker()) {
-    move_rows(c, mark_loads, loaded, wait);
+    if constexpr (kWhole)
+      move_rows(c, mark_loads, loaded, wait);
+    else if constexpr (kSends)
+      send_rows(c, mark_loads, loaded);
+    else
+      receive_rows(c, wait);
   } else if (has_packets()) {
     exchange_packets(
         p.lane, c.buffers.epoch, 0, wait,
         [&c](u8* inbox, i32 source) { return dispatch_packet(inbox, c.buffers, source); }, [](u32, i32) {});
   }
+  if constexpr (!kReceives) return;
   if (__syncthreads_or(wait.failed() ? 1 : 0) != 0) clear_counts(p);
   finish_rows(c, wait);
   if (threadIdx.x == 0) *own_epoch = c.buffers.epoch;

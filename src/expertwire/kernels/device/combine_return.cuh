@@ -13,7 +13,7 @@ struct ReturnFacts {
   Word words[kWords];  // RANK_MAJOR + RANK_LOCAL_REDUCE: the row itself, wherever it turns out to go
 };
 
-__device__ inline i32 return_item(i32 j) { return grid_warp_of_part(j - 1, kRanks); }
+__device__ inline i32 return_item(i32 j) { return grid_warp_of_part(j - kFirstStep, kRanks); }
 
 __device__ inline void load_words(const CombineKernelParams& p, i32 row, i32 piece, Word (&words)[kWords]) {
   const Word* from = static_cast<const Word*>(p.expert_output) + static_cast<u64>(row) * kOutWords;
@@ -75,6 +75,12 @@ __device__ inline void take_late_weight(const CombineContext& c, i32 source, Ret
   __syncwarp();
 }
 
+// In two phases: the own rank's weights are at hand.
+__device__ inline void take_own_weight(const CombineContext& c, ReturnFacts& facts) {
+  if (c.weights != nullptr && lane_idx() < kTopk)
+    facts.selections.weight = c.weights[static_cast<i32>(facts.token) * kTopk + lane_idx()];
+}
+
 __device__ inline void return_piece(const CombineContext& c, i32 source, i32 item, bool hears_first, ReturnFacts& facts,
                                     Wait& wait) {
   const i32 piece = item % kOutPieces;
@@ -82,7 +88,10 @@ __device__ inline void return_piece(const CombineContext& c, i32 source, i32 ite
     return_direct(c, source, piece, facts);
   } else {
     if constexpr (kWeighted) {
-      if (hears_first) take_late_weight(c, source, facts, wait);
+      if (!kWhole && source == c.rank)
+        take_own_weight(c, facts);
+      else if (hears_first)
+        take_late_weight(c, source, facts, wait);
       const Sums sums = reduce_rows(c, facts.selections, piece);
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u) facts.words[u] = sums.of[u].round();
@@ -93,10 +102,10 @@ __device__ inline void return_piece(const CombineContext& c, i32 source, i32 ite
 
 __device__ inline void return_pieces(const CombineContext& c, bool hears_first, ReturnFacts facts, Wait& wait) {
 #pragma unroll 1
-  for (i32 j = 1; j < kRanks; ++j) {
+  for (i32 j = kFirstStep; j < kRanks; ++j) {
     const i32 source = (c.rank + j) % kRanks, first = return_item(j);
     if (is_absent(source)) continue;
-    if (j != 1) facts = load_return(c.p, j);
+    if (j != kFirstStep) facts = load_return(c.p, j);
     const i32 end = static_cast<i32>(facts.num_rows & ~kWeightsComeLate) * kOutPieces;
 #pragma unroll 1
     for (i32 item = first; item < end; item += grid_warps()) {

@@ -21,12 +21,19 @@ __device__ inline OwnFacts load_own_facts(const CombineKernelParams& p, i32 item
   const i32 at_k = token * kTopkPadded + lane;
   facts.id = at<const u32>(p.lane.state, kState.own_ids)[at_k];
   facts.selections.position = at<const i32>(p.lane.state, kState.own_positions)[at_k];
-  if constexpr (kWeighted) {
+  if constexpr (kWeighted && (kWhole || config::kDirectSend)) {
     const float* noted = at<const float>(p.lane.state, kState.own_weights) + at_k;
     facts.selections.weight =
-        *(p.weights == nullptr || token >= p.num_tokens ? noted : p.weights + token * kTopk + lane);
+        *(!kWhole || p.weights == nullptr || token >= p.num_tokens ? noted : p.weights + token * kTopk + lane);
   }
   return facts;
+}
+
+// In two phases DIRECT_SEND keeps the weights of combine, which the sums at its end need, in the own inbox.
+constexpr bool kStagesWeights = !kWhole && kWeighted && config::kDirectSend;
+
+__device__ inline u32* staged_weights(const CombineContext& c) {
+  return weight_words(c.inbox, kInbox.combine_weights, c.buffers.route, c.rank, 0);
 }
 
 // Waits for a word that is being sent here, and puts the sentinel back.
@@ -41,7 +48,7 @@ __device__ inline Sums sum_partials(const CombineContext& c, i32 token, i32 piec
   const i32 rank_of_lane = facts.rank();
   constexpr i32 kBatch = kRanks < 4 ? kRanks : (kWords > 1 ? 2 : 4);  // partials in flight
   Word own[kWords];
-  if (__any_sync(kAllLanes, rank_of_lane == c.rank)) {
+  if (kWhole && __any_sync(kAllLanes, rank_of_lane == c.rank)) {
     if constexpr (config::kRankMajor) {
       const Word* row = c.row(__shfl_sync(kAllLanes, facts.selections.position, 0));
 #pragma unroll
@@ -60,7 +67,7 @@ __device__ inline Sums sum_partials(const CombineContext& c, i32 token, i32 piec
 #pragma unroll
     for (i32 b = 0; b < kBatch; ++b) {
       const i32 r = batch + b;
-      if (r >= kRanks || r == c.rank || is_absent(r) || !__any_sync(kAllLanes, rank_of_lane == r)) continue;
+      if (r >= kRanks || (kWhole && r == c.rank) || is_absent(r) || !__any_sync(kAllLanes, rank_of_lane == r)) continue;
       const Word* from = combine_row(c.inbox, c.buffers, static_cast<u64>(r) * kMaxTokens + static_cast<u64>(token));
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u)
@@ -74,7 +81,7 @@ __device__ inline Sums sum_partials(const CombineContext& c, i32 token, i32 piec
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u) {
         if (!in_out(piece, u)) continue;
-        const Word v = r == c.rank ? own[u] : take_word(from + word_of(piece, u), early[b][u], r, wait);
+        const Word v = kWhole && r == c.rank ? own[u] : take_word(from + word_of(piece, u), early[b][u], r, wait);
         if (!wait.gone(r)) sums.of[u].add(v);
       }
     }
@@ -111,8 +118,8 @@ __device__ inline Sums sum_slots(const CombineContext& c, i32 token, i32 piece, 
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u) {
         if (!in_out(piece, u)) continue;
-        rows[i][u] = rank == c.rank ? load_once(c.row(position) + word_of(piece, u))
-                                    : load_relaxed_sys(sent + word_of(piece, u));
+        rows[i][u] = kWhole && rank == c.rank ? load_once(c.row(position) + word_of(piece, u))
+                                              : load_relaxed_sys(sent + word_of(piece, u));
       }
     }
 #pragma unroll
@@ -125,7 +132,8 @@ __device__ inline Sums sum_slots(const CombineContext& c, i32 token, i32 piece, 
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u) {
         if (!in_out(piece, u)) continue;
-        const Word v = rank == c.rank ? rows[i][u] : take_word(sent + word_of(piece, u), rows[i][u], rank, wait);
+        const Word v =
+            kWhole && rank == c.rank ? rows[i][u] : take_word(sent + word_of(piece, u), rows[i][u], rank, wait);
         if (wait.gone(rank)) continue;
         if constexpr (kWeighted)
           sums.of[u].add_product(weight, v);
@@ -143,6 +151,8 @@ __device__ inline void sum_pieces(const CombineContext& c, OwnFacts facts, Wait&
   for (i32 item = first_own_item(); item < end; item += grid_warps()) {
     if (item != first_own_item()) facts = load_own_facts(c.p, item);
     const i32 token = item / kOutPieces, piece = item % kOutPieces;
+    if (kStagesWeights && c.weights != nullptr && lane_idx() < kTopk)
+      facts.selections.weight = as_float(staged_weights(c)[token * kTopkPadded + lane_idx()]);
     const Sums sums =
         config::kDirectSend ? sum_slots(c, token, piece, facts, wait) : sum_partials(c, token, piece, facts, wait);
     if (c.stale) continue;

@@ -20,6 +20,12 @@ __device__ inline void send_weights(const CombineContext& c) {
   }
 }
 
+__device__ inline void stage_weights(const CombineContext& c) {
+  if (!kStagesWeights || c.weights == nullptr) return;
+  for (i32 i = grid_thread(); i < c.num_tokens * kTopk; i += grid_threads())
+    staged_weights(c)[i / kTopk * kTopkPadded + i % kTopk] = as_bits(c.weights[i]);
+}
+
 __device__ inline void clear_old_weights(const CombineContext& c, u32 old_buffer) {
   if (!kSumsWithWeights) return;
   Word* words = reinterpret_cast<Word*>(weight_words(c.inbox, kInbox.combine_weights, old_buffer, 0, 0));

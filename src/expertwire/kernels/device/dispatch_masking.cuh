@@ -38,7 +38,7 @@ __device__ inline void take_what_comes(const DispatchContext& c, Wait& wait) {
     if (!is_count_word(c, word)) continue;
     u32 count = 0;
     const u64 asked_ns = global_nanoseconds();
-    if (source == c.rank)
+    if (kWhole && source == c.rank)
       count = word == kRowCount ? own_row_count(c, c.rank) : static_cast<u32>(c.marks.count(kRanks + first + word));
     else if (!is_absent(source))
       count = poll_packet(count_packet(c.inbox, c.buffers, source, word), c.buffers.epoch, source, wait);

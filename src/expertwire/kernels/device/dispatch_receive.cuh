@@ -24,9 +24,9 @@ __device__ inline void take_counts(const DispatchContext& c, Wait& wait) {
   for (i32 i = static_cast<i32>(threadIdx.x); i < num_local + kRanks; i += config::kNumThreads) {
     if (i >= num_local) {
       const i32 source = i - num_local;
-      const u32 count = source == c.rank ? own_row_count(c, source)
-                                         : poll_packet(count_packet(c.inbox, c.buffers, source, kRowCount),
-                                                       c.buffers.epoch, source, wait);
+      const u32 count = kWhole && source == c.rank ? own_row_count(c, source)
+                                                   : poll_packet(count_packet(c.inbox, c.buffers, source, kRowCount),
+                                                                 c.buffers.epoch, source, wait);
       c.marks.num_rows[source] = static_cast<i32>(count & ~kWeightsComeLate);
       if (blockIdx.x == 0) note_rows(c, source, count);
       continue;
@@ -37,16 +37,17 @@ __device__ inline void take_counts(const DispatchContext& c, Wait& wait) {
       u64 counts[kBatch];
 #pragma unroll
       for (i32 b = 0; b < kBatch; ++b) {
-        if (batch + b < kRanks && batch + b != c.rank)
+        if (batch + b < kRanks && (!kWhole || batch + b != c.rank))
           counts[b] = load_relaxed_sys(count_packet(c.inbox, c.buffers, batch + b, i));
       }
 #pragma unroll
       for (i32 b = 0; b < kBatch; ++b) {
         const i32 source = batch + b;
         if (source >= kRanks) break;
-        const i32 more = source == c.rank ? c.marks.count(kRanks + first + i)
-                                          : static_cast<i32>(poll_packet(count_packet(c.inbox, c.buffers, source, i),
-                                                                         counts[b], c.buffers.epoch, source, wait));
+        const i32 more = kWhole && source == c.rank
+                             ? c.marks.count(kRanks + first + i)
+                             : static_cast<i32>(poll_packet(count_packet(c.inbox, c.buffers, source, i), counts[b],
+                                                            c.buffers.epoch, source, wait));
         c.marks.base[source * config::kMaxLocalExperts + i] = rows;
         if (blockIdx.x == 0) {
           c.p.rank_ranges[(i * kRanks + source) * 2] = rows;
@@ -209,12 +210,12 @@ __device__ inline void clear_padding(const DispatchContext& c, i32 source, i32 n
 // The first piece has been waited for by the caller.
 __device__ inline void receive(const DispatchContext& c, Received r, Wait& wait) {
 #pragma unroll 1
-  for (i32 j = 1; j < kRanks; ++j) {
+  for (i32 j = kFirstStep; j < kRanks; ++j) {
     Cursor cursor(c, j);
     i32 rows;
     if constexpr (kCountsWithRows) {
       const u64* packet = count_packet(c.inbox, c.buffers, cursor.source, kRowCount);
-      const u64 known = j == 1 ? r.count : load_relaxed_sys(packet);  // mostly there since the first part is
+      const u64 known = j == kFirstStep ? r.count : load_relaxed_sys(packet);  // mostly there since the first part is
       const u32 count = poll_packet(packet, known, c.buffers.epoch, cursor.source, wait);
       if (cursor.item == 0 && lane_idx() == 0) note_rows(c, cursor.source, count);
       rows = static_cast<i32>(count & ~kWeightsComeLate);
@@ -222,7 +223,7 @@ __device__ inline void receive(const DispatchContext& c, Received r, Wait& wait)
       rows = c.marks.num_rows[cursor.source];
     }
 #pragma unroll 1
-    for (bool taken = j == 1; cursor.item < rows * kParts; cursor.item += grid_warps(), taken = false) {
+    for (bool taken = j == kFirstStep; cursor.item < rows * kParts; cursor.item += grid_warps(), taken = false) {
       if (!taken) {
         r = load_received(c, cursor);
         await_received(c, cursor, r, wait);
@@ -232,7 +233,7 @@ __device__ inline void receive(const DispatchContext& c, Received r, Wait& wait)
     }
     clear_padding(c, cursor.source, rows);
   }
-  clear_padding(c, c.rank, c.marks.count(c.rank));
+  if constexpr (kWhole) clear_padding(c, c.rank, c.marks.count(c.rank));
 }
 
 }  // namespace expertwire

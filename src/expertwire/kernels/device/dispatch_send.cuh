@@ -46,11 +46,12 @@ __device__ inline void send_counts(const DispatchContext& c) {
 #pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < kCounts; i += config::kNumThreads) {
     const i32 peer = i < kRanks ? i : rank_of_expert(i - kRanks);
-    if (peer == c.rank || is_absent(peer)) continue;
+    if ((kWhole && peer == c.rank) || is_absent(peer)) continue;
     const i32 word = i < kRanks ? kRowCount : i - kRanks - config::kFirstExpert[peer];
     const u32 count = i < kRanks ? own_row_count(c, peer) : static_cast<u32>(c.marks.count(i));
     store_relaxed_sys(count_packet(c.p.lane.inboxes[peer], c.buffers, c.rank, word),
                       static_cast<u64>(c.buffers.epoch) << 32 | count);
+    if (!kWhole && peer == c.rank) continue;  // does not leave this rank
     if (i < kRanks)
       count_sent(c.p.lane.state, c.buffers, count & ~kWeightsComeLate);
     else
@@ -106,7 +107,7 @@ __device__ inline OwnPart make_part(const DispatchContext& c, i32 part, const Lo
 
 __device__ inline void send_part(const DispatchContext& c, i32 token, i32 part, const OwnPart& own) {
 #pragma unroll 1
-  for (i32 i = 1; i < kRanks; ++i) {
+  for (i32 i = kFirstStep; i < kRanks; ++i) {
     const i32 peer = c.rank + i < kRanks ? c.rank + i : c.rank + i - kRanks;
     const Place slot = c.marks.place_of_warp(peer, token);
     if (!slot.has || is_absent(peer)) continue;
@@ -115,7 +116,7 @@ __device__ inline void send_part(const DispatchContext& c, i32 token, i32 part, 
     else
       send_facts(c, own.facts, peer, slot.before, token);
   }
-  if constexpr (config::kRankMajor) {
+  if constexpr (kWhole && config::kRankMajor) {
     const Place slot = c.marks.place_of_warp(c.rank, token);
     const i32 row = c.rank * kMaxTokens + slot.before;
     if (slot.has && part < kPieces) place_piece(c, row, part, own.data);

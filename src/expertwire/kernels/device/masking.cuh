@@ -207,7 +207,7 @@ __device__ inline void hear_losses(u32 told, i32 source, AnyWait& wait) {
 template <typename Packet, typename Heard>
 __device__ inline void exchange_packets(const LaneParams& lane, u32 epoch, u32 data, Wait& wait, Packet packet,
                                         Heard heard) {
-  for (i32 peer = lane_idx(); peer < kRanks; peer += 32) {
+  for (i32 peer = lane_idx(); kSends && peer < kRanks; peer += 32) {
     if (peer == lane.rank || is_absent(peer)) continue;
     const u64 word = static_cast<u64>(epoch) << 32 | data | losses_to_tell();
     if constexpr (config::kMask)
@@ -215,7 +215,7 @@ __device__ inline void exchange_packets(const LaneParams& lane, u32 epoch, u32 d
     else
       store_relaxed_sys(packet(lane.inboxes[peer], lane.rank), word);
   }
-  for (i32 source = lane_idx(); source < kRanks; source += 32) {
+  for (i32 source = lane_idx(); kReceives && source < kRanks; source += 32) {
     if (source == lane.rank || is_absent(source)) continue;
     const u64* from = packet(lane.inboxes[lane.rank], source);
     const u32 told = config::kMask ? acquire_packet(from, epoch, source, wait) : poll_packet(from, epoch, source, wait);

@@ -26,7 +26,7 @@ struct Crew {
 constexpr i32 kFewBlocks = 64;
 __device__ inline Crew crew_of(bool sends) {
   const i32 blocks = static_cast<i32>(gridDim.x), block = static_cast<i32>(blockIdx.x);
-  if (config::kSenders == 0 || blocks <= kFewBlocks) return Crew{grid_warp(), grid_warps(), true};
+  if (!kWhole || config::kSenders == 0 || blocks <= kFewBlocks) return Crew{grid_warp(), grid_warps(), true};
   const i32 num_senders = blocks * config::kSenders / 100;
   const i32 first = sends ? 0 : num_senders, num = sends ? num_senders : blocks - num_senders;
   return Crew{warp_idx() * num + block - first, kNumWarps * num, (block < num_senders) == sends};

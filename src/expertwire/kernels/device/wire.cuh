@@ -3,7 +3,7 @@
 // `config` is made by the host for one communicator:
 //   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight
 //   kFirstExpert[kNumRanks + 1] kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kScaleBlock kColumnScales kInvalidId
-//   kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
+//   kPhase kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
 #pragma once
 
 #include "../shared/kernel_params.cuh"
@@ -30,6 +30,11 @@ constexpr u32 kAllLanes = 0xFFFFFFFFu;
 
 // Work is cut into pieces of kWords chunks; a lane holds one 16-byte word of each chunk of 32.
 constexpr i32 kWords = config::kWords;
+
+// Which part of its operation a kernel does: all of it, the send, or the receive. In two phases the own rank is a peer like
+// the others, its rows go through its own inbox: the receive needs no inputs. Walks over ranks take (rank + j) % R in step j.
+constexpr bool kWhole = config::kPhase == 0, kSends = config::kPhase != 2, kReceives = config::kPhase != 1;
+constexpr i32 kFirstStep = kWhole ? 1 : 0;
 
 static_assert(kTopk <= 32, "a lane for each selection");
 

@@ -84,6 +84,7 @@ struct CombineRegions {  // offsets from the start of a combine buffer
 struct CombinePacket {
   u32 dispatch_epoch;  // which dispatch is being combined; ranks that disagree are told
   i32 has_weights;     // this rank's weights replace those it gave at dispatch
+  i32 keeps_weights;   // whoever gave weights to dispatch was not asked for others
 };
 
 struct SegmentLayout {

@@ -1,0 +1,181 @@
+// Operations of the CUDA backend: the kernel parameters of a call, and its launches.
+#include <string>
+
+#include "backend/cuda/cuda_backend.hpp"
+#include "backend/cuda/driver.hpp"
+
+namespace expertwire::cuda {
+namespace {
+
+// A range for a profiler, while an object of it lives.
+class Range {
+ public:
+  explicit Range(const char* name) : nvtx_(nvtx()) {
+    if (nvtx_ != nullptr) nvtx_->nvtxRangePushA(name);
+  }
+  ~Range() {
+    if (nvtx_ != nullptr) nvtx_->nvtxRangePop();
+  }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  const Nvtx* nvtx_;
+};
+
+}  // namespace
+
+void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream) {
+  launch(kernel, cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes,
+         const_cast<DispatchKernelParams*>(&params), stream);
+}
+
+void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream) {
+  launch(kernel, cuda_plan_.combine_blocks, 0, const_cast<CombineKernelParams*>(&params), stream);
+}
+
+void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params,
+                         CUstream stream) {
+  CUlaunchAttribute dependent{};
+  dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  dependent.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config{};
+  config.gridDimX = static_cast<unsigned>(num_blocks);
+  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+  config.blockDimX = static_cast<unsigned>(kernel.num_threads());
+  config.sharedMemBytes = static_cast<unsigned>(shared_bytes);
+  config.hStream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = cuda_plan_.dependent_launch ? 1 : 0;
+  void* arguments[] = {params};
+  cuda::check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr), "cuLaunchKernelEx");
+}
+
+// Operations of one communicator run one after the other, also on different streams.
+void CudaBackend::follow(CUstream stream) {
+  if (last_stream_ && *last_stream_ != stream) {
+    const Driver& cuda = driver();
+    CUstreamCaptureStatus before = CU_STREAM_CAPTURE_STATUS_NONE, now = CU_STREAM_CAPTURE_STATUS_NONE;
+    cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &before), "cuStreamIsCapturing");
+    cuda::check(cuda.cuStreamIsCapturing(stream, &now), "cuStreamIsCapturing");
+    if (before == now) {  // work outside a capture is ordered by whoever launches the graph
+      cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
+      cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
+    }
+  }
+  last_stream_ = stream;
+}
+
+const LoadedKernel& CudaBackend::choose(const Kernels& kernels, Phase phase, int num_tokens) const {
+  const auto& of_phase = kernels[static_cast<std::size_t>(phase)];
+  return num_tokens <= cuda_plan_.small_work_tokens ? of_phase.front() : of_phase.back();
+}
+
+DispatchKernelParams CudaBackend::prepare(int lane_idx, const DispatchParams& params) {
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  DispatchKernelParams kernel{};
+  kernel.lane = lane.params;
+  kernel.x = params.x;
+  kernel.block_scales = params.block_scales;
+  kernel.topk_ids = params.topk_ids;
+  kernel.physical_of_logical = placement_;
+  kernel.weights = params.weights;
+  kernel.num_tokens = params.num_tokens;
+  kernel.call = lane.call = static_cast<u32>(stats_.dispatch_calls + 1);
+  kernel.topk_ids_are_64_bit = params.topk_ids_are_64_bit ? 1 : 0;
+  kernel.tokens = params.tokens;
+  kernel.scales = lane.buffers.scales;
+  kernel.num_tokens_per_expert = lane.buffers.num_tokens_per_expert;
+  kernel.num_tokens_per_rank = lane.buffers.num_tokens_per_rank;
+  kernel.rank_ranges = lane.buffers.rank_ranges;
+  kernel.source_token = lane.buffers.source_token;
+  kernel.out_topk_ids = lane.buffers.topk_ids;
+  kernel.out_weights = lane.buffers.weights;
+  return kernel;
+}
+
+CombineKernelParams CudaBackend::prepare(int lane_idx, const CombineParams& params) {
+  const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  CombineKernelParams kernel{};
+  kernel.lane = lane.params;
+  kernel.expert_output = params.expert_output;
+  kernel.weights = params.weights;
+  kernel.out = params.out;
+  kernel.num_tokens = params.num_tokens;
+  kernel.call = lane.call;
+  return kernel;
+}
+
+void CudaBackend::dispatch(int lane, const DispatchParams& params) {
+  const Range range("expertwire dispatch");
+  check();
+  const CurrentContext current(*context_);
+  const auto stream = static_cast<CUstream>(params.stream);
+  follow(stream);
+  launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream);
+  ++stats_.dispatch_calls;
+}
+
+void CudaBackend::combine(int lane, const CombineParams& params) {
+  const Range range("expertwire combine");
+  check();
+  const CurrentContext current(*context_);
+  const auto stream = static_cast<CUstream>(params.stream);
+  follow(stream);
+  launch(choose(combine_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream);
+  ++stats_.combine_calls;
+}
+
+void CudaBackend::send(int lane_idx, const DispatchParams& params) {
+  const Range range("expertwire dispatch send");
+  check();
+  const CurrentContext current(*context_);
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  const auto stream = static_cast<CUstream>(params.stream);
+  follow(stream);
+  lane.dispatch = prepare(lane_idx, params);
+  launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, stream);
+  lane.is_received[static_cast<int>(Step::DISPATCH)] = false;
+  ++stats_.dispatch_calls;
+}
+
+void CudaBackend::send(int lane_idx, const CombineParams& params) {
+  const Range range("expertwire combine send");
+  check();
+  const CurrentContext current(*context_);
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  const auto stream = static_cast<CUstream>(params.stream);
+  follow(stream);
+  lane.combine = prepare(lane_idx, params);
+  launch(choose(combine_, Phase::SEND, params.num_tokens), lane.combine, stream);
+  lane.is_received[static_cast<int>(Step::COMBINE)] = false;
+  ++stats_.combine_calls;
+}
+
+// Faults of callers are left for the next call that can be refused without loss: what was sent must be received.
+void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
+  const Range range(step == Step::DISPATCH ? "expertwire dispatch receive" : "expertwire combine receive");
+  report_->raise_loss(problem_.config.timeout_s);
+  const CurrentContext current(*context_);
+  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  const auto stream = static_cast<CUstream>(stream_address);
+  follow(stream);
+  if (step == Step::DISPATCH)
+    launch(choose(dispatch_, Phase::RECEIVE, lane.dispatch.num_tokens), lane.dispatch, stream);
+  else
+    launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream);
+  cuda::check(driver().cuEventRecord(lane.received[static_cast<int>(step)], stream), "cuEventRecord");
+  lane.is_received[static_cast<int>(step)] = true;
+}
+
+bool CudaBackend::has_arrived(Step step, int lane_idx) {
+  const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  if (!lane.is_received[static_cast<int>(step)]) return false;  // to look would be to wait for the GPU
+  const CurrentContext current(*context_);
+  const CUresult result = driver().cuEventQuery(lane.received[static_cast<int>(step)]);
+  if (result == CUDA_ERROR_NOT_READY) return false;
+  cuda::check(result, "cuEventQuery");
+  return true;
+}
+
+}  // namespace expertwire::cuda
