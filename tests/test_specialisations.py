@@ -103,6 +103,18 @@ def pairwise() -> list[Wanted]:
     return [one.wanted() for one in chosen]
 
 
+def in_two_phases() -> list[Wanted]:
+    """Return the kernels of the phases too, in every way, once for each architecture and payload."""
+    wanted = []
+    for number, (layout, mode) in enumerate(WAYS):
+        case = Case(f"phases-{number}", (64,) * 4, 64, 1024, 8, layout=layout, combine_mode=mode)
+        case = replace(case, quant=FP8 if number % 2 else case.quant)
+        architecture = ARCHITECTURES[(0, 1, 2, 2)[number]]
+        one = Specialisation(case, architecture, is_careful=number > 1).wanted()
+        wanted.append(replace(one, config=replace(one.config, two_phase=True)))
+    return wanted
+
+
 def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
     """Compile in other processes, which keep kernels in a folder of their own."""
     file = folder / "wanted"
@@ -121,7 +133,7 @@ def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(BOUND_S + 20)
 def test_no_specialisation_spills(tmp_path: Path) -> None:
-    wanted = pairwise()
+    wanted = pairwise() + in_two_phases()
     assert {one.architecture for one in wanted} == set(ARCHITECTURES)
     results = compile_all(wanted, tmp_path)
     assert len(results) == len(wanted)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from expertwire._core import DispatchHandle
     from expertwire.communicator import MoECommunicator
     from expertwire.groups import Group, local_group, spawn
+    from expertwire.overlap import BlockOverlapConfig, OperationOverlapConfig, OverlapConfig
     from expertwire.requests import MoERequest
 
 _LAZY = {
@@ -45,12 +46,16 @@ _LAZY = {
     "Group": "expertwire.groups",
     "MoECommunicator": "expertwire.communicator",
     "MoERequest": "expertwire.requests",
+    "BlockOverlapConfig": "expertwire.overlap",
+    "OperationOverlapConfig": "expertwire.overlap",
+    "OverlapConfig": "expertwire.overlap",
     "local_group": "expertwire.groups",
     "spawn": "expertwire.groups",
 }
 
 __all__ = [
     "BackendError",
+    "BlockOverlapConfig",
     "CombineMode",
     "DispatchDataType",
     "DispatchHandle",
@@ -67,6 +72,8 @@ __all__ = [
     "MoEMode",
     "MoERequest",
     "MoEStats",
+    "OperationOverlapConfig",
+    "OverlapConfig",
     "PeerLossPolicy",
     "PeerLostError",
     "QuantConfig",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from expertwire import _core
 from expertwire.arguments import ArgumentReader, CombineArguments, DispatchArguments
 from expertwire.config import resolved, to_core
-from expertwire.errors import InvalidArgumentError, UnsupportedError
+from expertwire.errors import HandleError, InvalidArgumentError
 from expertwire.groups import Group
 from expertwire.interop.arrays import ArrayAdapter, adapter_of
 from expertwire.lanes import lane_outputs, lane_shapes
 from expertwire.nvrtc import use_installed_nvrtc
+from expertwire.overlap import OverlapConfig
 from expertwire.requests import MoERequest, SentOperation, SentOperations
 from expertwire.types import (
     Array,
@@ -77,6 +78,8 @@ class MoECommunicator:
         quant: QuantConfig | None = None,
         output_buffer: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> tuple[DispatchOutput, _core.DispatchHandle]:
         """Sends each token to the ranks that own its experts and receives those for this rank's experts. Collective.
 
@@ -89,6 +92,7 @@ class MoECommunicator:
             output_buffer: receives the tokens instead of the lane's own buffer; shape and dtype of the output.
             stream: CUDA only: what to run on instead of the current stream of the framework of ``x``: an address, a
                 stream of torch or CuPy, or anything with ``__cuda_stream__``.
+            overlap: how it runs beside other work; see :meth:`create_overlap_config`.
 
         Returns:
             The output, in arrays of the framework of ``x`` that the communicator owns and that stay valid until F newer
@@ -100,7 +104,7 @@ class MoECommunicator:
             PeerLostError: a rank did not take part.
         """
         runtime = self._open_runtime("dispatch")
-        return self._dispatch(runtime, runtime.dispatch, (x, topk_ids, weights, quant, output_buffer, stream))
+        return self._dispatch(runtime, runtime.dispatch, (x, topk_ids, weights, quant, output_buffer, stream, overlap))
 
     def dispatch_async(
         self,
@@ -110,6 +114,8 @@ class MoECommunicator:
         quant: QuantConfig | None = None,
         output_buffer: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> MoERequest:
         """Sends as :meth:`dispatch` does, and leaves receiving to ``wait()`` of the request. Collective.
 
@@ -125,6 +131,7 @@ class MoECommunicator:
             quant: as for :meth:`dispatch`.
             output_buffer: as for :meth:`dispatch`.
             stream: CUDA only: that of the send.
+            overlap: as for the blocking call; it is the send that takes rows as they are published.
 
         Returns:
             A request whose ``wait()`` returns what :meth:`dispatch` returns.
@@ -136,7 +143,9 @@ class MoECommunicator:
             PeerLostError: a rank was lost before.
         """
         runtime = self._open_runtime("dispatch_async")
-        made = self._dispatch(runtime, runtime.dispatch_send, (x, topk_ids, weights, quant, output_buffer, stream))
+        made = self._dispatch(
+            runtime, runtime.dispatch_send, (x, topk_ids, weights, quant, output_buffer, stream, overlap)
+        )
         return self._sent.add(SentOperation("dispatch", made[1], made[0].tokens, made))
 
     def combine(
@@ -146,6 +155,8 @@ class MoECommunicator:
         weights: Array | None = None,
         out: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> Array:
         """Returns expert outputs to their tokens' ranks and sums them with the routing weights. Collective.
 
@@ -156,6 +167,7 @@ class MoECommunicator:
             weights: [T, K] float32 instead of those given at dispatch; EXPERT_MAJOR only.
             out: [T, H] bfloat16 to write to; ``None``: a new array.
             stream: CUDA only, as for ``dispatch``; a new array is allocated for use on it.
+            overlap: how it runs beside other work, or that it takes rows as they are published.
 
         Returns:
             [T, H] bfloat16: ``out``, or a new array of the framework of ``expert_output``.
@@ -165,7 +177,9 @@ class MoECommunicator:
             InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
             PeerLostError: a rank did not take part.
         """
-        return self._combine(self._open_runtime("combine").combine, (expert_output, handle, weights, out, stream))
+        return self._combine(
+            self._open_runtime("combine").combine, (expert_output, handle, weights, out, stream, overlap)
+        )
 
     def combine_async(
         self,
@@ -174,6 +188,8 @@ class MoECommunicator:
         weights: Array | None = None,
         out: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> MoERequest:
         """Sends as :meth:`combine` does, and leaves receiving to ``wait()`` of the request. Collective.
 
@@ -186,6 +202,7 @@ class MoECommunicator:
             weights: as for :meth:`combine`; with RANK_LOCAL_REDUCE only if dispatch was given none.
             out: as for :meth:`combine`.
             stream: CUDA only: that of the send.
+            overlap: as for the blocking call; it is the send that takes rows as they are published.
 
         Returns:
             A request whose ``wait()`` returns what :meth:`combine` returns.
@@ -198,7 +215,7 @@ class MoECommunicator:
             PeerLostError: a rank was lost before.
         """
         send = self._open_runtime("combine_async").combine_send
-        made = self._combine(send, (expert_output, handle, weights, out, stream))
+        made = self._combine(send, (expert_output, handle, weights, out, stream, overlap))
         return self._sent.add(SentOperation("combine", handle, made, made))
 
     def get_dispatch_output_buffer(self, framework: str = "numpy") -> Array:
@@ -261,9 +278,36 @@ class MoECommunicator:
             self._sent.close()
             self._outputs.clear()
 
-    def create_overlap_config(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Not in this version. Raises UnsupportedError."""
-        raise UnsupportedError("create_overlap_config: this version has blocking calls only")
+    def create_overlap_config(
+        self,
+        op: str,
+        handle: _core.DispatchHandle | None = None,
+        level: str = "op",
+        block_size_m: int = 64,
+        framework: str = "numpy",
+        **fields: Any,
+    ) -> OverlapConfig:
+        """Makes what ``overlap=`` of a call takes. Concerns this rank alone.
+
+        Args:
+            op: ``"dispatch"`` or ``"combine"``.
+            handle: of the dispatch that is to be combined; looked at only to refuse what is none.
+            level: ``"op"``: the whole operation; ``fields`` are those of :class:`OperationOverlapConfig`.
+                ``"block"``, of combine only: rows are taken as they are published, with a new ``ready_signal`` of zeros
+                unless ``fields`` has one; ``fields`` are those of :class:`BlockOverlapConfig`.
+            block_size_m: rows of a block.
+            framework: of a new ``ready_signal``: ``"numpy"`` or ``"torch"``.
+            fields: the fields of the configuration.
+
+        Raises:
+            InvalidArgumentError: a value is wrong, or the level is not one of this operation.
+            HandleError: ``handle`` is none.
+            UnsupportedError: blocks on CUDA.
+        """
+        self._open_runtime("create_overlap_config")
+        if handle is not None and type(handle) is not _core.DispatchHandle:
+            raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
+        return self._reader.overlap_config(op, level, block_size_m, framework, fields)
 
     @property
     def config(self) -> MoECommunicatorConfig:
