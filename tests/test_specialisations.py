@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from cases import ALL_CASES, FP8, WAYS, Case
+from cases import ALL_CASES, DIRECT, FP8, RANK_MAJOR, WAYS, Case
 from compiling import Wanted
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.types import PeerLossPolicy, QuantConfig
@@ -104,15 +104,11 @@ def pairwise() -> list[Wanted]:
 
 
 def in_two_phases() -> list[Wanted]:
-    """Return the kernels of the phases too, in every way, once for each architecture and payload."""
-    wanted = []
-    for number, (layout, mode) in enumerate(WAYS):
-        case = Case(f"phases-{number}", (64,) * 4, 64, 1024, 8, layout=layout, combine_mode=mode)
-        case = replace(case, quant=FP8 if number % 2 else case.quant)
-        architecture = ARCHITECTURES[(0, 1, 2, 2)[number]]
-        one = Specialisation(case, architecture, is_careful=number > 1).wanted()
-        wanted.append(replace(one, config=replace(one.config, two_phase=True)))
-    return wanted
+    """Return two communicators with the kernels of the phases too, as different as they can be."""
+    plain = Case("phases-plain", (64,) * 4, 64, 1024, 8)
+    careful = replace(plain, name="phases", layout=RANK_MAJOR, combine_mode=DIRECT, quant=FP8)
+    wanted = [Specialisation(plain, "sm_90a", False).wanted(), Specialisation(careful, "sm_100a", True).wanted()]
+    return [replace(one, config=replace(one.config, two_phase=True)) for one in wanted]
 
 
 def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:

@@ -367,7 +367,7 @@ class MoECommunicator:
         held: list[Array] = []  # what the addresses in the request belong to
         request = _core.LatencyDispatchRequest()
         adapter = self._reader.dispatch(request, arguments, self._tokens_addresses[runtime.next_lane], held)
-        if self._sent:
+        if self._sent.by_lane:
             self._sent.settle(runtime.next_lane, request.stream if self._on_cuda else None)
         handle = send(request)
         self._last_lane = handle.lane
@@ -379,7 +379,7 @@ class MoECommunicator:
         held: list[Array] = []
         request = _core.LatencyCombineRequest()
         out = self._reader.combine(request, arguments, held)
-        if self._sent:
+        if self._sent.by_lane:
             self._sent.settle(request.handle.lane, request.stream if self._on_cuda else None)
         send(request)
         return out
