@@ -111,11 +111,6 @@ def test_without_a_gpu_cuda_is_unsupported(device: str) -> None:
         ew.MoECommunicator(*ew.local_group(1, device=device), **SHAPE)
 
 
-def test_later_operations_are_unsupported_by_name() -> None:
-    with single() as comm, pytest.raises(ew.UnsupportedError, match="create_overlap_config"):
-        comm.create_overlap_config("combine")
-
-
 def test_group_and_config_must_be_what_they_are_called() -> None:
     with pytest.raises(ew.InvalidArgumentError, match=r"group = .*must be an expertwire.Group"):
         ew.MoECommunicator(ew.local_group(1), **SHAPE)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from cases import ALL_CASES, FP8, WAYS, Case
+from cases import ALL_CASES, DIRECT, FP8, RANK_MAJOR, WAYS, Case
 from compiling import Wanted
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.types import PeerLossPolicy, QuantConfig
@@ -104,6 +104,14 @@ def pairwise() -> list[Wanted]:
     return [one.wanted() for one in chosen]
 
 
+def in_two_phases() -> list[Wanted]:
+    """Return two communicators with the kernels of the phases too, as different as they can be."""
+    plain = Case("phases-plain", (64,) * 4, 64, 1024, 8)
+    careful = replace(plain, name="phases", layout=RANK_MAJOR, combine_mode=DIRECT, quant=FP8)
+    wanted = [Specialisation(plain, "sm_90a", False).wanted(), Specialisation(careful, "sm_100a", True).wanted()]
+    return [replace(one, config=replace(one.config, two_phase=True)) for one in wanted]
+
+
 def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
     """Compile in other processes, which keep kernels in a folder of their own."""
     file = folder / "wanted"
@@ -122,7 +130,7 @@ def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(BOUND_S + 20)
 def test_no_specialisation_spills(tmp_path: Path) -> None:
-    wanted = pairwise()
+    wanted = pairwise() + in_two_phases()
     assert {one.architecture for one in wanted} == set(ARCHITECTURES)
     results = compile_all(wanted, tmp_path)
     assert len(results) == len(wanted)

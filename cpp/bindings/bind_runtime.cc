@@ -120,6 +120,8 @@ void bind_requests(nb::module_& m) {
   add_address(dispatch, "weights", &LatencyDispatchRequest::weights);
   add_address(dispatch, "output_buffer", &LatencyDispatchRequest::output_buffer);
   add_address(dispatch, "stream", &LatencyDispatchRequest::stream);
+  add_address(dispatch, "wait_event", &LatencyDispatchRequest::wait_event);
+  dispatch.def_rw("max_num_blocks", &LatencyDispatchRequest::max_num_blocks);
 
   nb::class_<LatencyCombineRequest> combine(m, "LatencyCombineRequest",
                                             "Inputs and output of one combine, as addresses.");
@@ -130,6 +132,14 @@ void bind_requests(nb::module_& m) {
   add_address(combine, "weights", &LatencyCombineRequest::weights);
   add_address(combine, "out", &LatencyCombineRequest::out);
   add_address(combine, "stream", &LatencyCombineRequest::stream);
+  add_address(combine, "wait_event", &LatencyCombineRequest::wait_event);
+  combine.def_rw("max_num_blocks", &LatencyCombineRequest::max_num_blocks);
+  combine.def(
+      "set_ready",
+      [](LatencyCombineRequest& request, std::uintptr_t words, int block_size_m, std::int32_t value) {
+        request.ready = ReadySignal{reinterpret_cast<const std::int32_t*>(words), block_size_m, value};
+      },
+      nb::arg("words"), nb::arg("block_size_m"), nb::arg("value"));
 }
 
 void bind_accounts(nb::module_& m) {

@@ -178,6 +178,36 @@ void wrong_combine_requests_are_refused() {
   combine_refuses("stream: the CPU backend has no streams", [](LatencyCombineRequest& r) { r.stream = &r; });
 }
 
+// Two dispatches and their combines under way; every order that would spoil one of them is refused, and they end well.
+void two_phases_keep_their_order() {
+  by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
+    Rank rank(bootstrap, 2);
+    MoERuntime& runtime = rank.runtime;
+    const DispatchHandle first = runtime.dispatch_send(rank.dispatch_request()),
+                         second = runtime.dispatch_send(rank.dispatch_request());
+    check_throws(ErrorCode::InvalidHandle, "dispatch_send: the dispatch 1 in lane 0 has been sent and not received",
+                 [&] { runtime.dispatch_send(rank.dispatch_request()); });
+    check_throws(ErrorCode::InvalidHandle, "combine: the dispatch 1 in lane 0",
+                 [&] { runtime.combine(rank.combine_request(first)); });
+    check_throws(ErrorCode::InvalidHandle, "combine_receive: nothing to receive for dispatch 1",
+                 [&] { runtime.combine_receive(first); });
+    check_throws(ErrorCode::InvalidHandle, "handle is empty", [&] { runtime.dispatch_receive(DispatchHandle{}); });
+    check_throws(ErrorCode::InvalidArgument, "stream", [&] { runtime.dispatch_receive(first, &rank); });
+    runtime.dispatch_receive(second);
+    check(runtime.dispatch_done(second), "received and not done");
+    runtime.dispatch_receive(first);
+    check_throws(ErrorCode::InvalidHandle, "received before", [&] { runtime.dispatch_receive(first); });
+    runtime.combine_send(rank.combine_request(first));
+    rank.combine_and_check(second);
+    check_throws(ErrorCode::InvalidHandle, "dispatch: the combine of dispatch 1 in lane 0", [&] { rank.dispatch(); });
+    rank.out.assign(rank.out.size(), 0);
+    runtime.combine_receive(first);
+    check(runtime.combine_done(first), "received and not done");
+    check(rank.out == std::vector<std::uint16_t>(rank.out.size(), kTwo), "tokens did not come back doubled");
+    rank.combine_and_check(rank.dispatch());
+  });
+}
+
 void a_closed_runtime_refuses() {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank rank(bootstrap);
@@ -204,5 +234,6 @@ int main(int argc, char** argv) {
                     {"an_empty_handle_is_refused", an_empty_handle_is_refused},
                     {"wrong_dispatch_requests_are_refused", wrong_dispatch_requests_are_refused},
                     {"wrong_combine_requests_are_refused", wrong_combine_requests_are_refused},
+                    {"two_phases_keep_their_order", two_phases_keep_their_order},
                     {"a_closed_runtime_refuses", a_closed_runtime_refuses}});
 }

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from expertwire._core import DispatchHandle
     from expertwire.communicator import MoECommunicator
     from expertwire.groups import Group, local_group, spawn
+    from expertwire.overlap import BlockOverlapConfig, OperationOverlapConfig, OverlapConfig
     from expertwire.placement import place_experts
     from expertwire.requests import MoERequest
 
@@ -46,6 +47,9 @@ _LAZY = {
     "Group": "expertwire.groups",
     "MoECommunicator": "expertwire.communicator",
     "MoERequest": "expertwire.requests",
+    "BlockOverlapConfig": "expertwire.overlap",
+    "OperationOverlapConfig": "expertwire.overlap",
+    "OverlapConfig": "expertwire.overlap",
     "local_group": "expertwire.groups",
     "place_experts": "expertwire.placement",
     "spawn": "expertwire.groups",
@@ -53,6 +57,7 @@ _LAZY = {
 
 __all__ = [
     "BackendError",
+    "BlockOverlapConfig",
     "CombineMode",
     "DispatchDataType",
     "DispatchHandle",
@@ -69,6 +74,8 @@ __all__ = [
     "MoEMode",
     "MoERequest",
     "MoEStats",
+    "OperationOverlapConfig",
+    "OverlapConfig",
     "PeerLossPolicy",
     "PeerLostError",
     "QuantConfig",

@@ -388,6 +388,18 @@ class LatencyDispatchRequest:
     @stream.setter
     def stream(self, arg: int, /) -> None: ...
 
+    @property
+    def wait_event(self) -> int: ...
+
+    @wait_event.setter
+    def wait_event(self, arg: int, /) -> None: ...
+
+    @property
+    def max_num_blocks(self) -> int: ...
+
+    @max_num_blocks.setter
+    def max_num_blocks(self, arg: int, /) -> None: ...
+
 class LatencyCombineRequest:
     """Inputs and output of one combine, as addresses."""
 
@@ -428,6 +440,20 @@ class LatencyCombineRequest:
 
     @stream.setter
     def stream(self, arg: int, /) -> None: ...
+
+    @property
+    def wait_event(self) -> int: ...
+
+    @wait_event.setter
+    def wait_event(self, arg: int, /) -> None: ...
+
+    @property
+    def max_num_blocks(self) -> int: ...
+
+    @max_num_blocks.setter
+    def max_num_blocks(self, arg: int, /) -> None: ...
+
+    def set_ready(self, words: int, block_size_m: int, value: int) -> None: ...
 
 class MemoryBytes:
     @property

@@ -5,19 +5,25 @@ Everything here is seen before anything is sent, so a refused call costs the oth
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from expertwire import _core
-from expertwire.errors import HandleError, InvalidArgumentError
-from expertwire.interop.arrays import ArrayAdapter, make_adapter, num_bytes, refuse, shape_text
-from expertwire.interop.cuda import stream_address
+from expertwire.config import parse_int
+from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
+from expertwire.interop.arrays import ArrayAdapter, adapter_of, make_adapter, num_bytes, refuse, shape_text
+from expertwire.interop.cuda import event_address, stream_address
 from expertwire.lanes import LaneShapes
+from expertwire.overlap import BlockOverlapConfig, OperationOverlapConfig, OverlapConfig, num_blocks_of, num_comm_sms_of
 from expertwire.types import Array, DispatchLayout, MoECommunicatorConfig, QuantConfig
 
-#: As the calls take them: x, topk_ids, weights, quant, output_buffer, stream.
-DispatchArguments: TypeAlias = "tuple[Array, Array, Array | None, QuantConfig | None, Array | None, object | None]"
-#: expert_output, handle, weights, out, stream.
-CombineArguments: TypeAlias = "tuple[Array, _core.DispatchHandle, Array | None, Array | None, object | None]"
+#: As the calls take them: x, topk_ids, weights, quant, output_buffer, stream, overlap.
+DispatchArguments: TypeAlias = (
+    "tuple[Array, Array, Array | None, QuantConfig | None, Array | None, object | None, OverlapConfig | None]"
+)
+#: expert_output, handle, weights, out, stream, overlap.
+CombineArguments: TypeAlias = (
+    "tuple[Array, _core.DispatchHandle, Array | None, Array | None, object | None, OverlapConfig | None]"
+)
 
 _INDEX_TYPES = {"int32": _core.IndexType.INT32, "int64": _core.IndexType.INT64}
 
@@ -46,10 +52,12 @@ class ArgumentReader:
         self, request: _core.LatencyDispatchRequest, arguments: DispatchArguments, own: int, held: list[Array]
     ) -> ArrayAdapter:
         """Reads all arguments of a dispatch; ``own``: the tokens of its lane. Returns the adapter of ``x``."""
-        x, topk_ids, weights, quant, output_buffer, stream = arguments
+        x, topk_ids, weights, quant, output_buffer, stream, overlap = arguments
         adapter = self.tokens(request, x, quant, held)
         self.routing(request, topk_ids, weights, held)
         self.target(request, output_buffer, own, held)
+        if overlap is not None:
+            stream = self._overlap(request, overlap, stream)
         if stream is not None:
             request.stream = self.named_stream(stream)
         elif self._on_cuda:
@@ -58,12 +66,16 @@ class ArgumentReader:
 
     def combine(self, request: _core.LatencyCombineRequest, arguments: CombineArguments, held: list[Array]) -> Array:
         """Reads all arguments of a combine. Returns its ``out``, made here if none is given."""
-        expert_output, handle, weights, out, stream = arguments
+        expert_output, handle, weights, out, stream, overlap = arguments
         if type(handle) is not _core.DispatchHandle:
             raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
         request.handle = handle
         request.num_tokens = handle.num_tokens
         adapter = self.expert_output(request, expert_output, weights, held)
+        if overlap is not None:
+            stream = self._overlap(request, overlap, stream)
+            if overlap.block is not None:
+                self._ready(request, overlap.block, held)
         asked = None if stream is None else self.named_stream(stream)
         if self._on_cuda:
             request.stream = adapter.current_stream() if asked is None else asked
@@ -153,11 +165,73 @@ class ArgumentReader:
         return adapter.current_stream()
 
     def named_stream(self, stream: object) -> int:
+        """The address of a stream that the caller named, which is kept alive."""
         if self._device == "cpu":
             raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
         address = stream_address(stream, self._device)
         self._held_stream = stream  # the next call on another stream, or close, comes back to it
         return address
+
+    def _overlap(
+        self,
+        request: _core.LatencyDispatchRequest | _core.LatencyCombineRequest,
+        overlap: OverlapConfig,
+        stream: object | None,
+    ) -> object | None:
+        """Reads what concerns the whole operation. Returns the stream to run on."""
+        if not isinstance(overlap, OverlapConfig):
+            refuse("overlap", f"{type(overlap).__name__} object", "must be None or an OverlapConfig")
+        if overlap.operation is None:
+            if isinstance(request, _core.LatencyDispatchRequest):
+                refuse("overlap", "a config of blocks", "dispatch takes one of the whole operation only")
+            return stream
+        request.max_num_blocks = num_comm_sms_of(overlap.operation)
+        if overlap.operation.wait_event is not None:
+            if not self._on_cuda:
+                refuse("overlap.operation.wait_event", repr(overlap.operation.wait_event), "must be None on the CPU")
+            request.wait_event = event_address(overlap.operation.wait_event)
+        if overlap.operation.stream is None:
+            return stream
+        if stream is not None:
+            refuse("stream", repr(stream), "must be None: overlap.operation.stream names one")
+        return overlap.operation.stream
+
+    def _ready(self, request: _core.LatencyCombineRequest, block: BlockOverlapConfig, held: list[Array]) -> None:
+        if self._on_cuda:
+            raise UnsupportedError("overlap.block: this version combines by blocks of rows on the CPU only")
+        adapter, opened = self._opened(block.ready_signal, "ready_signal", held)
+        words = adapter.address(opened, "ready_signal", "int32", self.signal_shape(block.block_size_m))
+        # No rows, no words; an address all the same.
+        request.set_ready(words, block.block_size_m, parse_int(block.ready_value, "ready_value"))
+
+    def overlap_config(
+        self, op: str, level: str, block_size_m: int, framework: str, fields: dict[str, Any]
+    ) -> OverlapConfig:
+        """What ``create_overlap_config`` returns."""
+        if op not in ("dispatch", "combine"):
+            refuse("op", repr(op), 'must be "dispatch" or "combine"')
+        if level == "op":
+            made = OverlapConfig(operation=OperationOverlapConfig(**fields))
+            self._overlap(_core.LatencyCombineRequest(), made, None)
+            return made
+        if level != "block":
+            refuse("level", repr(level), 'must be "op" or "block"')
+        if op != "combine":
+            refuse("level", repr(level), 'dispatch has level "op" only')
+        if self._on_cuda:
+            raise UnsupportedError('level = "block": this version combines by blocks of rows on the CPU only')
+        if "ready_signal" not in fields:
+            signal = adapter_of(framework, self._device).empty(self.signal_shape(block_size_m), "int32")
+            signal[...] = 0
+            fields = fields | {"ready_signal": signal}
+        return OverlapConfig(block=BlockOverlapConfig(block_size_m, **fields))
+
+    def signal_shape(self, block_size_m: object) -> tuple[int, ...]:
+        """Shape of ``ready_signal`` for blocks of so many rows."""
+        expert_major = self._config.output_layout is DispatchLayout.EXPERT_MAJOR
+        rows = self._shapes.tokens[1 if expert_major else 0]
+        blocks = num_blocks_of(rows, block_size_m)
+        return (self._shapes.tokens[0], blocks) if expert_major else (blocks,)
 
     def _opened(self, array: Array, name: str, held: list[Array], writable: bool = False) -> tuple[ArrayAdapter, Array]:
         adapter = self._adapters.get(type(array))

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from expertwire import _core
 from expertwire.arguments import ArgumentReader, CombineArguments, DispatchArguments
+from expertwire.communicator_facts import CommunicatorFacts
 from expertwire.config import parse_bool, parse_placement, resolved, to_core
-from expertwire.errors import InvalidArgumentError, UnsupportedError
+from expertwire.errors import HandleError, InvalidArgumentError
 from expertwire.groups import Group
 from expertwire.interop.arrays import ArrayAdapter, adapter_of
 from expertwire.interop.cuda import current_stream
 from expertwire.lanes import lane_outputs, lane_shapes
 from expertwire.nvrtc import use_installed_nvrtc
+from expertwire.overlap import OverlapConfig
 from expertwire.requests import MoERequest, SentOperation, SentOperations
 from expertwire.types import (
     Array,
     DispatchOutput,
     MoECommunicatorConfig,
-    MoEMemoryBytes,
-    MoEStats,
     QuantConfig,
 )
 
 
-class MoECommunicator:
+class MoECommunicator(CommunicatorFacts):
     """One rank's end of expert-parallel dispatch and combine.
 
     Collective: every rank of the group makes one, with the same configuration, and calls the same operations in the
@@ -56,12 +56,9 @@ class MoECommunicator:
         if core_config.device.type == _core.DeviceType.CUDA:
             use_installed_nvrtc()
         runtime = _core.MoERuntime(group.bootstrap, core_config)
-        self._runtime: _core.MoERuntime | None = runtime
-        self._config = resolved(asked, runtime.config)
+        super().__init__(runtime, resolved(asked, runtime.config))
         self._device = str(self._config.device)
         self._on_cuda = self._device != "cpu"
-        self._rank, self._num_ranks = runtime.rank, runtime.num_ranks
-        self._num_local_experts, self._first_local_expert = runtime.num_local_experts, runtime.first_local_expert
         self._shapes = lane_shapes(self._config, self._num_ranks, self._num_local_experts)
         self._reader = ArgumentReader(self._config, self._shapes, self._device)
         self._outputs: dict[str, list[DispatchOutput]] = {}  # by framework
@@ -78,6 +75,8 @@ class MoECommunicator:
         quant: QuantConfig | None = None,
         output_buffer: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> tuple[DispatchOutput, _core.DispatchHandle]:
         """Sends each token to the ranks that own its experts and receives those for this rank's experts. Collective.
 
@@ -91,6 +90,7 @@ class MoECommunicator:
             output_buffer: receives the tokens instead of the lane's own buffer; shape and dtype of the output.
             stream: CUDA only: what to run on instead of the current stream of the framework of ``x``: an address, a
                 stream of torch or CuPy, or anything with ``__cuda_stream__``.
+            overlap: how it runs beside other work; see :meth:`create_overlap_config`.
 
         Returns:
             The output, in arrays of the framework of ``x`` that the communicator owns and that stay valid until F newer
@@ -102,7 +102,7 @@ class MoECommunicator:
             PeerLostError: a rank did not take part.
         """
         runtime = self._open_runtime("dispatch")
-        return self._dispatch(runtime, runtime.dispatch, (x, topk_ids, weights, quant, output_buffer, stream))
+        return self._dispatch(runtime, runtime.dispatch, (x, topk_ids, weights, quant, output_buffer, stream, overlap))
 
     def dispatch_async(
         self,
@@ -112,6 +112,8 @@ class MoECommunicator:
         quant: QuantConfig | None = None,
         output_buffer: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> MoERequest:
         """Sends as :meth:`dispatch` does, and leaves receiving to ``wait()`` of the request. Collective.
 
@@ -127,6 +129,7 @@ class MoECommunicator:
             quant: as for :meth:`dispatch`.
             output_buffer: as for :meth:`dispatch`.
             stream: CUDA only: that of the send.
+            overlap: as for the blocking call; it is the send that takes rows as they are published.
 
         Returns:
             A request whose ``wait()`` returns what :meth:`dispatch` returns.
@@ -138,7 +141,9 @@ class MoECommunicator:
             PeerLostError: a rank was lost before.
         """
         runtime = self._open_runtime("dispatch_async")
-        made = self._dispatch(runtime, runtime.dispatch_send, (x, topk_ids, weights, quant, output_buffer, stream))
+        made = self._dispatch(
+            runtime, runtime.dispatch_send, (x, topk_ids, weights, quant, output_buffer, stream, overlap)
+        )
         return self._sent.add(SentOperation("dispatch", made[1], made[0].tokens, made))
 
     def combine(
@@ -148,6 +153,8 @@ class MoECommunicator:
         weights: Array | None = None,
         out: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> Array:
         """Returns expert outputs to their tokens' ranks and sums them with the routing weights. Collective.
 
@@ -158,6 +165,7 @@ class MoECommunicator:
             weights: [T, K] float32 instead of those given at dispatch; EXPERT_MAJOR only.
             out: [T, H] bfloat16 to write to; ``None``: a new array.
             stream: CUDA only, as for ``dispatch``; a new array is allocated for use on it.
+            overlap: how it runs beside other work, or that it takes rows as they are published.
 
         Returns:
             [T, H] bfloat16: ``out``, or a new array of the framework of ``expert_output``.
@@ -167,7 +175,9 @@ class MoECommunicator:
             InvalidArgumentError: an argument is wrong; nothing was sent, and a corrected call may follow.
             PeerLostError: a rank did not take part.
         """
-        return self._combine(self._open_runtime("combine").combine, (expert_output, handle, weights, out, stream))
+        return self._combine(
+            self._open_runtime("combine").combine, (expert_output, handle, weights, out, stream, overlap)
+        )
 
     def combine_async(
         self,
@@ -176,6 +186,8 @@ class MoECommunicator:
         weights: Array | None = None,
         out: Array | None = None,
         stream: object | None = None,
+        *,
+        overlap: OverlapConfig | None = None,
     ) -> MoERequest:
         """Sends as :meth:`combine` does, and leaves receiving to ``wait()`` of the request. Collective.
 
@@ -188,6 +200,7 @@ class MoECommunicator:
             weights: as for :meth:`combine`; with RANK_LOCAL_REDUCE only if dispatch was given none.
             out: as for :meth:`combine`.
             stream: CUDA only: that of the send.
+            overlap: as for the blocking call; it is the send that takes rows as they are published.
 
         Returns:
             A request whose ``wait()`` returns what :meth:`combine` returns.
@@ -200,7 +213,7 @@ class MoECommunicator:
             PeerLostError: a rank was lost before.
         """
         send = self._open_runtime("combine_async").combine_send
-        made = self._combine(send, (expert_output, handle, weights, out, stream))
+        made = self._combine(send, (expert_output, handle, weights, out, stream, overlap))
         return self._sent.add(SentOperation("combine", handle, made, made))
 
     def update_placement(
@@ -254,38 +267,6 @@ class MoECommunicator:
         adapter = adapter_of(framework, self._device)
         return adapter.renew(self._lanes(runtime, adapter)[self._last_lane]).combine_input_buffer
 
-    def stats(self) -> MoEStats:
-        """Calls, bytes, rows of each expert and waiting times so far: what load balancers read.
-
-        On CUDA it waits for a copy of the counters, which may count an operation under way in part.
-        """
-        stats = self._open_runtime("stats").stats()
-        return MoEStats(
-            dispatch_calls=stats.dispatch_calls,
-            combine_calls=stats.combine_calls,
-            bytes_sent=stats.bytes_sent,
-            bytes_received=stats.bytes_received,
-            timeouts=stats.timeouts,
-            expert_tokens=tuple(stats.expert_tokens),
-            source_wait_seconds=tuple(stats.source_wait_seconds),
-        )
-
-    def memory_bytes(self) -> MoEMemoryBytes:
-        """Bytes held on this rank."""
-        held = self._open_runtime("memory_bytes").memory_bytes()
-        return MoEMemoryBytes(shared=held.shared, outputs=held.outputs, private=held.private)
-
-    def check(self) -> None:
-        """Raises what the device reported since the last call, without waiting for it.
-
-        On the CPU every call reports for itself.
-        """
-        self._open_runtime("check").check()
-
-    def lost_ranks(self) -> tuple[int, ...]:
-        """Ranks given up as lost, ascending."""
-        return tuple(self._open_runtime("lost_ranks").lost_ranks())
-
     def close(self) -> None:
         """Ends this rank's part; peers that wait for it are told. Twice is fine.
 
@@ -297,39 +278,36 @@ class MoECommunicator:
             self._sent.close()
             self._outputs.clear()
 
-    def create_overlap_config(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Not in this version. Raises UnsupportedError."""
-        raise UnsupportedError("create_overlap_config: this version has blocking calls only")
+    def create_overlap_config(
+        self,
+        op: str,
+        handle: _core.DispatchHandle | None = None,
+        level: str = "op",
+        block_size_m: int = 64,
+        framework: str = "numpy",
+        **fields: Any,
+    ) -> OverlapConfig:
+        """Makes what ``overlap=`` of a call takes. Concerns this rank alone.
 
-    @property
-    def config(self) -> MoECommunicatorConfig:
-        """The configuration with every default filled in."""
-        return self._config
+        Args:
+            op: ``"dispatch"`` or ``"combine"``.
+            handle: of the dispatch that is to be combined; looked at only to refuse what is none.
+            level: ``"op"``: the whole operation; ``fields`` are those of :class:`OperationOverlapConfig`.
+                ``"block"``, of combine only: rows are taken as they are published, with a new ``ready_signal`` of zeros
+                unless ``fields`` has one; ``fields`` are those of :class:`BlockOverlapConfig`.
+            block_size_m: rows of a block.
+            framework: of a new ``ready_signal``: ``"numpy"`` or ``"torch"``.
+            fields: the fields of the configuration.
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """R."""
-        return self._num_ranks
-
-    @property
-    def num_local_experts(self) -> int:
-        """L."""
-        return self._num_local_experts
-
-    @property
-    def first_local_expert(self) -> int:
-        """Global id of this rank's first expert."""
-        return self._first_local_expert
-
-    @property
-    def is_available(self) -> bool:
-        """Neither closed nor ended by a lost rank."""
-        return self._runtime is not None and self._runtime.is_available
+        Raises:
+            InvalidArgumentError: a value is wrong, or the level is not one of this operation.
+            HandleError: ``handle`` is none.
+            UnsupportedError: blocks on CUDA.
+        """
+        self._open_runtime("create_overlap_config")
+        if handle is not None and type(handle) is not _core.DispatchHandle:
+            raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
+        return self._reader.overlap_config(op, level, block_size_m, framework, fields)
 
     def __enter__(self) -> MoECommunicator:
         """Returns itself."""
@@ -343,17 +321,8 @@ class MoECommunicator:
 
     def __del__(self) -> None:
         """Closes. Arrays may live on."""
-        if getattr(self, "_runtime", None) is not None:
+        if hasattr(self, "_sent"):  # its construction has not failed
             self.close()
-
-    def __repr__(self) -> str:
-        config = self._config
-        state = "closed" if self._runtime is None else "open" if self._runtime.is_available else "lost a rank"
-        return (
-            f"<MoECommunicator rank {self._rank} of {self._num_ranks}, {state}: {config.num_experts} experts, "
-            f"hidden_size {config.hidden_size}, top {config.num_topk}, {config.max_tokens_per_rank} tokens, "
-            f"{config.output_layout.name}, {config.combine_mode.name}, {config.quant.format.name}>"
-        )
 
     def _dispatch(
         self,
@@ -364,7 +333,7 @@ class MoECommunicator:
         held: list[Array] = []  # what the addresses in the request belong to
         request = _core.LatencyDispatchRequest()
         adapter = self._reader.dispatch(request, arguments, self._tokens_addresses[runtime.next_lane], held)
-        if self._sent:
+        if self._sent.by_lane:
             self._sent.settle(runtime.next_lane, request.stream if self._on_cuda else None)
         handle = send(request)
         self._last_lane = handle.lane
@@ -376,15 +345,10 @@ class MoECommunicator:
         held: list[Array] = []
         request = _core.LatencyCombineRequest()
         out = self._reader.combine(request, arguments, held)
-        if self._sent:
+        if self._sent.by_lane:
             self._sent.settle(request.handle.lane, request.stream if self._on_cuda else None)
         send(request)
         return out
-
-    def _open_runtime(self, operation: str) -> _core.MoERuntime:
-        if self._runtime is None:
-            raise InvalidArgumentError(f"{operation}: this communicator is closed")
-        return self._runtime
 
     def _lanes(self, runtime: _core.MoERuntime, adapter: ArrayAdapter) -> list[DispatchOutput]:
         outputs = self._outputs.get(adapter.framework)

@@ -40,20 +40,19 @@ class SentOperations:
     Args:
         runtime: of the communicator.
         stream_for: (array, what the caller asked for) to the address of the stream that a receive of it is put on.
+
+    Attributes:
+        by_lane: by operation and lane; empty unless something is under way, which every call looks at.
     """
 
     def __init__(self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int]) -> None:
         self._runtime: _core.MoERuntime | None = runtime
         self._stream_for = stream_for
-        self._sent: dict[tuple[str, int], SentOperation] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._sent)
+        self.by_lane: dict[tuple[str, int], SentOperation] = {}
 
     def add(self, sent: SentOperation) -> MoERequest:
         """Notes what has just been sent."""
-        self._sent[sent.operation, sent.handle.lane] = sent
+        self.by_lane[sent.operation, sent.handle.lane] = sent
         return MoERequest(self, sent)
 
     def receive(self, sent: SentOperation, stream: object | None = None) -> None:
@@ -88,14 +87,14 @@ class SentOperations:
     def settle(self, lane: int, stream: object | None) -> None:
         """Receives what was dropped on a lane that is about to be used."""
         for operation in ("dispatch", "combine"):
-            sent = self._sent.get((operation, lane))
+            sent = self.by_lane.get((operation, lane))
             if sent is not None and sent.is_dropped:
                 self.receive(sent, stream)
 
     def close(self) -> None:
         """What has not been received never will be."""
         self._runtime = None
-        self._sent.clear()
+        self.by_lane.clear()
 
     @property
     def is_closed(self) -> bool:
@@ -104,7 +103,7 @@ class SentOperations:
 
     def _end(self, sent: SentOperation) -> None:
         sent.is_over = True
-        self._sent.pop((sent.operation, sent.handle.lane), None)
+        self.by_lane.pop((sent.operation, sent.handle.lane), None)
 
 
 class MoERequest:

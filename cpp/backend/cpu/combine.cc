@@ -6,6 +6,7 @@
 // by rank or by k, never by arrival.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <string>
 
@@ -27,7 +28,7 @@ struct CpuBackend::CombineView {
   DispatchBuffer sent;  // own ids and weights of the dispatch: intact while its handle is fresh
   CombineBuffer own;
 
-  bool in_two_phases() const { return lane.combine.in_two_phases; }
+  bool stages_own_rows() const { return lane.combine.stages_own_rows; }
   char& absent(int rank) const { return lane.combine.absent[static_cast<std::size_t>(rank)]; }
   const std::uint16_t* expert_output() const { return static_cast<const std::uint16_t*>(params.expert_output); }
 };
@@ -71,19 +72,56 @@ void CpuBackend::reduce_selections(const CombineView& call, std::size_t received
   ops_.reduce(rows.data(), weights.data(), count, shape_.hidden_size, out);
 }
 
-void CpuBackend::write_partials(const CombineView& call, int destination, const float* new_weights) {
-  for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
-    const std::size_t received = source_row(destination, slot);
+// What goes back for one received row: its sum, or its rows as they are.
+void CpuBackend::write_row(const CombineView& call, int destination, std::size_t received) {
+  if (sums_here_) {
+    const float* new_weights = call.lane.combine.new_weights[static_cast<std::size_t>(destination)];
     reduce_selections(call, received, new_weights, call.own.row(received, 0));
+    return;
   }
+  const std::size_t bytes = static_cast<std::size_t>(shape_.hidden_size) * 2;
+  const int count = shape_.direct_send ? call.lane.routes.num_selections[received] : 1;
+  for (int i = 0; i < count; ++i) std::memcpy(call.own.row(received, i), expert_row(call, received, i), bytes);
 }
 
-void CpuBackend::write_copies(const CombineView& call, int destination) {
-  const std::size_t bytes = static_cast<std::size_t>(shape_.hidden_size) * 2;
-  for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
-    const std::size_t received = source_row(destination, slot);
-    const int count = shape_.direct_send ? call.lane.routes.num_selections[received] : 1;
-    for (int i = 0; i < count; ++i) std::memcpy(call.own.row(received, i), expert_row(call, received, i), bytes);
+// Whether all expert rows of a received row are in blocks that their producer has published.
+bool CpuBackend::is_published(const CombineView& call, std::size_t received) const {
+  const std::size_t group = num_source_rows(), block = static_cast<std::size_t>(call.params.ready_block_size);
+  const auto has = [&](std::size_t row) {
+    const std::size_t word = row / group * ((group + block - 1) / block) + row % group / block;
+    auto& value = const_cast<i32&>(call.params.ready_words[word]);
+    return std::atomic_ref<i32>(value).load(std::memory_order_acquire) == call.params.ready_value;
+  };
+  if (rank_major_) return has(received);
+  const i32* rows = call.lane.routes.selection_row + call.lane.routes.first_selection(received);
+  const int count = call.lane.routes.num_selections[received];
+  return std::all_of(rows, rows + count, [&](i32 row) { return has(static_cast<std::size_t>(row)); });
+}
+
+// Rows in the order in which they are published. What is missing is looked for again, with a short sleep where a whole
+// look has found nothing.
+void CpuBackend::write_published_rows(const CombineView& call) {
+  std::fill(is_written_.begin(), is_written_.end(), 0);
+  board_.restart_waits();
+  for (bool all = false; !all;) {
+    bool any = false;
+    all = true;
+    for (int destination = 0; destination < shape_.num_ranks; ++destination) {
+      if (call.absent(destination)) continue;
+      for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot) {
+        const std::size_t received = source_row(destination, slot);
+        if (is_written_[received]) continue;
+        if (!is_published(call, received)) {
+          all = false;
+          continue;
+        }
+        write_row(call, destination, received);
+        is_written_[received] = 1;
+        any = true;
+      }
+    }
+    if (any) board_.restart_waits();
+    if (!any && !all) board_.sleep_for_producer(call.operation);
   }
 }
 
@@ -96,7 +134,7 @@ int CpuBackend::collect_partials(const CombineView& call, int token, const std::
     const std::size_t received =
         source_row(problem_.rank, call.lane.routes.destination_slot[first + static_cast<std::size_t>(i)]);
     if (call.absent(rank)) continue;
-    if (rank != problem_.rank || call.in_two_phases()) {
+    if (rank != problem_.rank || call.stages_own_rows()) {
       rows[count++] = sent_row(call, rank, received, 0);
     } else if (rank_major_) {
       rows[count++] = expert_row(call, received, 0);
@@ -124,8 +162,8 @@ int CpuBackend::collect_slots(const CombineView& call, int token, const std::uin
     const int selection = taken[destination]++;
     if (call.absent(rank)) continue;
     const std::size_t received = source_row(problem_.rank, call.lane.routes.destination_slot[first + destination]);
-    rows[count] = rank == problem_.rank && !call.in_two_phases() ? expert_row(call, received, selection)
-                                                                 : sent_row(call, rank, received, selection);
+    rows[count] = rank == problem_.rank && !call.stages_own_rows() ? expert_row(call, received, selection)
+                                                                   : sent_row(call, rank, received, selection);
     weights[count++] = token_weights[k];
   }
   return count;
@@ -159,31 +197,28 @@ void CpuBackend::meet(const CombineView& call, WordKind kind, int peer) {
 // In two phases a rank that gave weights to dispatch is not waited for: it may not bring others. One that is lost is
 // looked at, or it would not find out.
 bool CpuBackend::hears_of_weights(const CombineView& call, int destination) const {
-  return !call.in_two_phases() || call.lane.weights_come_late[static_cast<std::size_t>(destination)] ||
+  return !call.lane.combine.in_two_phases || call.lane.weights_come_late[static_cast<std::size_t>(destination)] ||
          board_.is_lost(destination);
 }
 
-void CpuBackend::send_sums(const CombineView& call, int destination) {
-  const float* new_weights = nullptr;
-  if (destination == problem_.rank) {
-    new_weights = call.params.weights;
-  } else if (hears_of_weights(call, destination)) {
-    meet(call, WordKind::ENTRY, destination);
-    if (call.absent(destination)) return;
-    const CombineBuffer theirs = combine_buffer(destination, call.operation.lane, call.operation.epoch);
-    if (theirs.packet->has_weights) new_weights = theirs.weights;
-  }
-  write_partials(call, destination, new_weights);
-}
-
 void CpuBackend::send_rows(const CombineView& call) {
-  const bool reduce_here = !rank_major_ && !shape_.direct_send;
-  if (reduce_here) board_.post(WordKind::ENTRY, call.operation);
-  for (int i = call.in_two_phases() ? 0 : 1; i < shape_.num_ranks; ++i) {
+  if (sums_here_) board_.post(WordKind::ENTRY, call.operation);
+  for (int i = call.stages_own_rows() ? 0 : 1; i < shape_.num_ranks; ++i) {
     const int destination = (problem_.rank + i) % shape_.num_ranks;
-    reduce_here ? send_sums(call, destination) : write_copies(call, destination);
+    const float*& new_weights = call.lane.combine.new_weights[static_cast<std::size_t>(destination)];
+    new_weights = i == 0 ? call.params.weights : nullptr;
+    if (i > 0 && sums_here_ && hears_of_weights(call, destination)) {
+      meet(call, WordKind::ENTRY, destination);
+      if (call.absent(destination)) continue;
+      const CombineBuffer theirs = combine_buffer(destination, call.operation.lane, call.operation.epoch);
+      if (theirs.packet->has_weights) new_weights = theirs.weights;
+    }
+    if (call.params.ready_words != nullptr) continue;
+    for (int slot = 0; slot < call.lane.routes.rank_rows[destination]; ++slot)
+      write_row(call, destination, source_row(destination, slot));
   }
-  if (reduce_here) board_.restart_waits();  // all have entered; now they sum
+  if (call.params.ready_words != nullptr) write_published_rows(call);
+  if (sums_here_) board_.restart_waits();  // all have entered; now they sum
   board_.post(WordKind::COMBINE, call.operation);
 }
 
@@ -199,6 +234,7 @@ void CpuBackend::send_combine(int lane_idx, const CombineParams& params, bool in
   lane.combine.params = params;
   lane.combine.operation = board_.begin("combine", lane_idx, lane.combine_epoch);
   lane.combine.in_two_phases = in_two_phases;
+  lane.combine.stages_own_rows = in_two_phases || params.ready_words != nullptr;
   std::fill(lane.combine.absent.begin(), lane.combine.absent.end(), 0);
   std::fill(lane.combine.other_dispatch.begin(), lane.combine.other_dispatch.end(), 0);
   const CombineView call = view(lane);
@@ -215,7 +251,7 @@ void CpuBackend::send_combine(int lane_idx, const CombineParams& params, bool in
 void CpuBackend::receive_combine(Lane& lane) {
   const CombineView call = view(lane);
   try {
-    if (call.in_two_phases()) board_.require_available();
+    if (lane.combine.in_two_phases) board_.require_available();
     for (int peer = 0; peer < shape_.num_ranks; ++peer) {
       if (peer != problem_.rank) meet(call, WordKind::COMBINE, peer);
     }
@@ -268,8 +304,7 @@ void CpuBackend::count_combine_bytes(const CombineView& call) {
 
 // What ranks must agree on is a mistake of the callers that shows when packets have been exchanged, with the epochs in step.
 void CpuBackend::require_agreement(const CombineView& call) const {
-  const bool sums_elsewhere = !rank_major_ && !shape_.direct_send;
-  const bool replaces = sums_elsewhere && call.own.packet->has_weights &&
+  const bool replaces = sums_here_ && call.own.packet->has_weights &&
                         !call.lane.weights_come_late[static_cast<std::size_t>(problem_.rank)];
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
     const auto idx = static_cast<std::size_t>(peer);

@@ -68,6 +68,7 @@ Lane::Lane(const Problem& problem, const Plan& plan)
       routes(route_memory.data(), plan.routes),
       weights_come_late(static_cast<std::size_t>(problem.num_ranks), 0) {
   const auto ranks = static_cast<std::size_t>(problem.num_ranks);
+  combine.new_weights.assign(ranks, nullptr);
   combine.absent.assign(ranks, 0);
   combine.kept_weights.assign(ranks, 0);
   combine.other_dispatch.assign(ranks, 0);
@@ -78,12 +79,14 @@ CpuBackend::CpuBackend(const Problem& problem, const Plan& plan, std::vector<Lan
       plan_(plan),
       shape_(problem.shape),
       rank_major_(problem.config.output_layout == DispatchLayout::RANK_MAJOR),
+      sums_here_(!rank_major_ && !shape_.direct_send),
       ops_(row_ops()),
       lanes_(std::move(lanes)),
       board_(problem, plan, std::move(peers)),
       last_token_(static_cast<std::size_t>(shape_.num_experts), 0),
       expert_rows_(static_cast<std::size_t>(problem.num_local_experts), 0),
-      partial_row_(static_cast<std::size_t>(shape_.hidden_size), 0) {
+      partial_row_(static_cast<std::size_t>(shape_.hidden_size), 0),
+      is_written_(source_row(shape_.num_ranks, 0), 0) {
   for (int rank = 0; rank < problem.num_ranks; ++rank) {
     rank_of_expert_.insert(rank_of_expert_.end(),
                            static_cast<std::size_t>(problem.config.experts_per_rank[static_cast<std::size_t>(rank)]),

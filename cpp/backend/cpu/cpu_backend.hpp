@@ -73,6 +73,8 @@ struct CombineCall {
   CombineParams params;
   Operation operation;
   bool in_two_phases = false;
+  bool stages_own_rows = false;               // also where rows are taken as they are published
+  std::vector<const float*> new_weights;      // [R] given to combine, or null
   std::vector<char> absent;                   // [R] lost, or combining another dispatch
   std::vector<char> kept_weights;             // [R] did not ask whether this rank brings weights
   std::vector<std::uint32_t> other_dispatch;  // [R] 0, or which other dispatch
@@ -151,11 +153,11 @@ class CpuBackend final : public Backend {
   void send_combine(int lane_idx, const CombineParams& params, bool in_two_phases);
   void receive_combine(Lane& lane);
   void send_rows(const CombineView& call);
-  void send_sums(const CombineView& call, int destination);
+  void write_published_rows(const CombineView& call);
+  bool is_published(const CombineView& call, std::size_t received) const;
   bool hears_of_weights(const CombineView& call, int destination) const;
   void meet(const CombineView& call, WordKind kind, int peer);
-  void write_partials(const CombineView& call, int destination, const float* new_weights);
-  void write_copies(const CombineView& call, int destination);
+  void write_row(const CombineView& call, int destination, std::size_t received);
   void reduce_selections(const CombineView& call, std::size_t received, const float* new_weights,
                          std::uint16_t* out) const;
   void sum_token(const CombineView& call, int token);
@@ -171,6 +173,7 @@ class CpuBackend final : public Backend {
   Plan plan_;
   Shape shape_;
   bool rank_major_;
+  bool sums_here_;  // a combine sums before it sends
   const RowOps& ops_;
   std::vector<Lane> lanes_;
   PeerBoard board_;
@@ -179,6 +182,7 @@ class CpuBackend final : public Backend {
   std::uint64_t token_counter_ = 0;
   std::vector<i32> expert_rows_;            // [L] rows placed so far in this dispatch
   std::vector<std::uint16_t> partial_row_;  // [H]
+  std::vector<char> is_written_;            // [R, M] of the rows that one combine sends as they are published
   RuntimeStats stats_;
 };
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <map>
+#include <thread>
 #include <utility>
 
 #include "base/descriptor_exchange.hpp"
@@ -19,6 +20,8 @@ using Clock = std::chrono::steady_clock;
 
 // A peer that exits cannot wake us: a sleeper looks again this often.
 constexpr std::chrono::milliseconds kLivenessInterval{20};
+// Between two looks for published rows.
+constexpr std::chrono::microseconds kProducerInterval{20};
 
 }  // namespace
 
@@ -62,6 +65,13 @@ Clock::time_point PeerBoard::deadline_of(const Operation& operation) const {
 void PeerBoard::post(WordKind kind, const Operation& operation) {
   if (!expertwire::cpu::post(word(kind, rank_, operation.lane), operation.previous, operation.epoch))
     end_given_up(operation);
+}
+
+void PeerBoard::sleep_for_producer(const Operation& operation) {
+  if (Clock::now() < deadline_of(operation)) return std::this_thread::sleep_for(kProducerInterval);
+  lost_[static_cast<std::size_t>(rank_)] = true;
+  end("this rank (" + std::to_string(rank_) + ") has waited for timeout_s for a block of ready_signal to be published",
+      operation);
 }
 
 void PeerBoard::confirm(WordKind kind, const Operation& operation) {

@@ -48,6 +48,10 @@ class PeerBoard {
   // Gives all waits from now on the full time again: the ranks that are awaited next have just been heard of.
   void restart_waits();
 
+  // A short sleep of a rank that waits for expert rows of its own. Throws PeerLost, naming this rank, when they are late: the
+  // others wait for it, and what it has begun cannot be taken back.
+  void sleep_for_producer(const Operation& operation);
+
   // After this rank's last read of peers' buffers in an operation. Throws PeerLost if it was given up meanwhile.
   void confirm(WordKind kind, const Operation& operation);
 

@@ -195,8 +195,8 @@ void CudaBackend::fill_memory() {
   cuda::check(cuda.cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
-// Every kernel once, without work: the driver may stop the device to find room for a kernel's local memory, and must not
-// do so while another rank's kernel waits for this one.
+// Every kernel, and the copy of epochs, once without work: the driver may stop the device to find room for a kernel's
+// local memory, and must not do so while another rank's kernel waits for this one.
 void CudaBackend::launch_nothing() {
   DispatchKernelParams dispatch{};
   CombineKernelParams combine{};
@@ -205,6 +205,7 @@ void CudaBackend::launch_nothing() {
     for (const LoadedKernel& kernel : kernels) launch(kernel, dispatch, own_stream_);
   for (const auto& kernels : combine_)
     for (const LoadedKernel& kernel : kernels) launch(kernel, combine, own_stream_);
+  raise_epochs(reinterpret_cast<CUdeviceptr>(lanes_.front().params.state), 1, 2, own_stream_);
   cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 

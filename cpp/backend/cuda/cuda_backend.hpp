@@ -58,6 +58,7 @@ class CudaBackend final : public Backend {
     // What was sent and is, or will be, received; recorded behind the receive.
     DispatchKernelParams dispatch;
     CombineKernelParams combine;
+    int dispatch_max_blocks = 0, combine_max_blocks = 0;
     CUevent received[2] = {};
     bool is_received[2] = {};
   };
@@ -75,9 +76,10 @@ class CudaBackend final : public Backend {
   CUdeviceptr allocate(std::size_t bytes);
   DispatchKernelParams prepare(int lane, const DispatchParams& params);
   CombineKernelParams prepare(int lane, const CombineParams& params);
-  void follow(CUstream stream);
-  void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream);
-  void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream);
+  void follow(CUstream stream, void* wait_event);
+  void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream, int max_blocks = 0);
+  void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream, int max_blocks = 0);
+  void raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream);
   void launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
   const LoadedKernel& choose(const Kernels& kernels, Phase phase, int num_tokens) const;
   void add_device_counts(const Lane& lane, RuntimeStats& stats) const;

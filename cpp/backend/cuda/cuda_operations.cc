@@ -1,8 +1,10 @@
 // Operations of the CUDA backend: the kernel parameters of a call, and its launches.
+#include <algorithm>
 #include <string>
 
 #include "backend/cuda/cuda_backend.hpp"
 #include "backend/cuda/driver.hpp"
+#include "shared/inbox.cuh"
 
 namespace expertwire::cuda {
 namespace {
@@ -25,13 +27,35 @@ class Range {
 
 }  // namespace
 
-void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream) {
-  launch(kernel, cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes,
-         const_cast<DispatchKernelParams*>(&params), stream);
+void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream,
+                         int max_blocks) {
+  const int all = cuda_plan_.dispatch_blocks, run = max_blocks > 0 ? std::min(max_blocks, all) : all;
+  launch(kernel, run, cuda_plan_.dispatch_shared_bytes, const_cast<DispatchKernelParams*>(&params), stream);
+  if (run < all)
+    raise_epochs(
+        reinterpret_cast<CUdeviceptr>(params.lane.state) + make_lane_state_layout(problem_.shape).dispatch_epochs, run,
+        all, stream);
 }
 
-void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream) {
-  launch(kernel, cuda_plan_.combine_blocks, 0, const_cast<CombineKernelParams*>(&params), stream);
+void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream,
+                         int max_blocks) {
+  const int all = cuda_plan_.combine_blocks, run = max_blocks > 0 ? std::min(max_blocks, all) : all;
+  launch(kernel, run, 0, const_cast<CombineKernelParams*>(&params), stream);
+  if (run < all)
+    raise_epochs(
+        reinterpret_cast<CUdeviceptr>(params.lane.state) + make_lane_state_layout(problem_.shape).combine_epochs, run,
+        all, stream);
+}
+
+// Each block keeps its own epoch: those that an operation has not run take over that of those that it has.
+void CudaBackend::raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream) {
+  for (int done = num_run; done < num_all;) {
+    const int count = std::min(done, num_all - done);
+    cuda::check(driver().cuMemcpyDtoDAsync(epochs + static_cast<CUdeviceptr>(done) * sizeof(u32), epochs,
+                                           static_cast<std::size_t>(count) * sizeof(u32), stream),
+                "cuMemcpyDtoDAsync");
+    done += count;
+  }
 }
 
 void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params,
@@ -52,7 +76,7 @@ void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t
 }
 
 // Operations of one communicator run one after the other, also on different streams.
-void CudaBackend::follow(CUstream stream) {
+void CudaBackend::follow(CUstream stream, void* wait_event) {
   if (last_stream_ && *last_stream_ != stream) {
     const Driver& cuda = driver();
     CUstreamCaptureStatus before = CU_STREAM_CAPTURE_STATUS_NONE, now = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -64,6 +88,8 @@ void CudaBackend::follow(CUstream stream) {
     }
   }
   last_stream_ = stream;
+  if (wait_event != nullptr)
+    cuda::check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
 }
 
 const LoadedKernel& CudaBackend::choose(const Kernels& kernels, Phase phase, int num_tokens) const {
@@ -111,8 +137,8 @@ void CudaBackend::dispatch(int lane, const DispatchParams& params) {
   check();
   const CurrentContext current(*context_);
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream);
-  launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream);
+  follow(stream, params.wait_event);
+  launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
   ++stats_.dispatch_calls;
 }
 
@@ -121,8 +147,8 @@ void CudaBackend::combine(int lane, const CombineParams& params) {
   check();
   const CurrentContext current(*context_);
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream);
-  launch(choose(combine_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream);
+  follow(stream, params.wait_event);
+  launch(choose(combine_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
   ++stats_.combine_calls;
 }
 
@@ -132,9 +158,10 @@ void CudaBackend::send(int lane_idx, const DispatchParams& params) {
   const CurrentContext current(*context_);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream);
+  follow(stream, params.wait_event);
   lane.dispatch = prepare(lane_idx, params);
-  launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, stream);
+  launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, stream, params.max_num_blocks);
+  lane.dispatch_max_blocks = params.max_num_blocks;
   lane.is_received[static_cast<int>(Step::DISPATCH)] = false;
   ++stats_.dispatch_calls;
 }
@@ -145,27 +172,30 @@ void CudaBackend::send(int lane_idx, const CombineParams& params) {
   const CurrentContext current(*context_);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream);
+  follow(stream, params.wait_event);
   lane.combine = prepare(lane_idx, params);
-  launch(choose(combine_, Phase::SEND, params.num_tokens), lane.combine, stream);
+  launch(choose(combine_, Phase::SEND, params.num_tokens), lane.combine, stream, params.max_num_blocks);
+  lane.combine_max_blocks = params.max_num_blocks;
   lane.is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
 }
 
-// Faults of callers are left for the next call that can be refused without loss: what was sent must be received.
+// Faults of callers are left for the next call that can be refused without loss: what was sent must be received. After a
+// loss the kernel is launched all the same: it ends at once, and shows no rows.
 void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
   const Range range(step == Step::DISPATCH ? "expertwire dispatch receive" : "expertwire combine receive");
-  report_->raise_loss(problem_.config.timeout_s);
   const CurrentContext current(*context_);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(stream_address);
-  follow(stream);
+  follow(stream, nullptr);
   if (step == Step::DISPATCH)
-    launch(choose(dispatch_, Phase::RECEIVE, lane.dispatch.num_tokens), lane.dispatch, stream);
+    launch(choose(dispatch_, Phase::RECEIVE, lane.dispatch.num_tokens), lane.dispatch, stream,
+           lane.dispatch_max_blocks);
   else
-    launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream);
+    launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream, lane.combine_max_blocks);
   cuda::check(driver().cuEventRecord(lane.received[static_cast<int>(step)], stream), "cuEventRecord");
   lane.is_received[static_cast<int>(step)] = true;
+  report_->raise_loss(problem_.config.timeout_s);
 }
 
 bool CudaBackend::has_arrived(Step step, int lane_idx) {

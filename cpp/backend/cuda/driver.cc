@@ -98,6 +98,7 @@ void find_memory(Driver& d, Symbols& symbols) {
   symbols.find(d.cuMemsetD32Async, "cuMemsetD32Async");
   symbols.find(d.cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
   symbols.find(d.cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
+  symbols.find(d.cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2");
   symbols.find(d.cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity");
   symbols.find(d.cuMemCreate, "cuMemCreate");
   symbols.find(d.cuMemRelease, "cuMemRelease");

@@ -46,6 +46,7 @@ struct Driver {
   CUresult (*cuMemsetD32Async)(CUdeviceptr, unsigned value, std::size_t count, CUstream);
   CUresult (*cuMemcpyHtoDAsync)(CUdeviceptr, const void*, std::size_t bytes, CUstream);
   CUresult (*cuMemcpyDtoHAsync)(void*, CUdeviceptr, std::size_t bytes, CUstream);
+  CUresult (*cuMemcpyDtoDAsync)(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream);
 
   CUresult (*cuStreamCreate)(CUstream*, unsigned flags);
   CUresult (*cuStreamDestroy)(CUstream);

@@ -56,6 +56,21 @@ struct LatencyDispatchRequest {
   /// CUDA: the stream (cudaStream_t or CUstream; null is the default stream) that the operation is put on. It must live
   /// until the runtime's next operation on another stream, or close(). Must be null on the CPU.
   void* stream = nullptr;
+  /// CUDA: an event (cudaEvent_t or CUevent) that the operation waits for. Must be null on the CPU.
+  void* wait_event = nullptr;
+  /// CUDA: at most so many blocks, for this operation alone; 0: as configured. No effect on the CPU.
+  int max_num_blocks = 0;
+};
+
+/// Lets combine begin while its expert rows are still being made: it takes each block of rows as soon as a producer has
+/// published it, by storing `value` in the block's word after the rows (release). Blocks are block_size_m consecutive rows
+/// of one local expert (EXPERT_MAJOR: words [L, ceil(R*M / block_size_m)]) or of all (RANK_MAJOR: words
+/// [ceil(R*M / block_size_m)]; a row is all K slots of it). Words of blocks without a valid row are not looked at. Only
+/// the producer writes words; it sets them back, or uses another value, before the next combine. CPU only in this version.
+struct ReadySignal {
+  const std::int32_t* words = nullptr;  ///< null: all rows are there
+  int block_size_m = 0;
+  std::int32_t value = 0;
 };
 
 /// Inputs and the output of one combine, all owned by the caller but for the runtime's own buffers. The runtime is done
@@ -74,8 +89,12 @@ struct LatencyCombineRequest {
   void* out = nullptr;
   /// T of that dispatch.
   int num_tokens = 0;
-  /// As in LatencyDispatchRequest.
+  /// These three as in LatencyDispatchRequest.
   void* stream = nullptr;
+  void* wait_event = nullptr;
+  int max_num_blocks = 0;
+  /// If a block is not published within timeout_s after the one before it, the operation throws PeerLost naming this rank.
+  ReadySignal ready;
 };
 
 /// Reserved: requests of the throughput mode. Every use is refused with ErrorCode::Unsupported.

@@ -81,6 +81,19 @@ def stream_address(stream: object, device: str) -> int:
     return address
 
 
+def event_address(event: Any) -> int:
+    """Address of a CUDA event that has been recorded. Raises InvalidArgumentError."""
+    address = event
+    if _is_of(event, "torch"):
+        address = getattr(event, "cuda_event", None)
+    elif _is_of(event, "cupy"):
+        address = getattr(event, "ptr", None)
+    if not isinstance(address, int) or isinstance(address, bool) or address <= 0:
+        allowed = "must be None, an address, or a torch.cuda.Event or CuPy event that has been recorded"
+        refuse("wait_event", f"{type(event).__name__} object", allowed)
+    return address
+
+
 def _address_of(stream: Any) -> object:
     if isinstance(stream, int):
         return stream

@@ -14,6 +14,8 @@ struct DispatchParams {
   bool topk_ids_are_64_bit = false;
   void* tokens = nullptr;  // output rows: the lane's or the caller's
   void* stream = nullptr;
+  void* wait_event = nullptr;
+  i32 max_num_blocks = 0;  // 0: as configured
 };
 
 struct CombineParams {
@@ -22,6 +24,11 @@ struct CombineParams {
   void* out = nullptr;                  // [T, H] BF16
   i32 num_tokens = 0;
   void* stream = nullptr;
+  void* wait_event = nullptr;
+  i32 max_num_blocks = 0;
+  const i32* ready_words = nullptr;  // null: all rows are there; else a word for each block of rows
+  i32 ready_block_size = 0;
+  i32 ready_value = 0;
 };
 
 }  // namespace expertwire
