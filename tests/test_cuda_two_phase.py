@@ -43,6 +43,8 @@ def send(comm: ew.MoECommunicator, given: RankInput, **options: Any) -> ew.MoERe
     scales = to_device(given.block_scales, device)
     quant = None if scales is None else ew.QuantConfig(block_scales=scales)
     arrays = [to_device(array, device) for array in (given.x, given.topk_ids, given.weights)]
+    if options:
+        torch.cuda.current_stream().synchronize()  # the arrays are made there
     request = comm.dispatch_async(*arrays, quant=quant, **options)
     if not options:
         for array in (*arrays, scales):
@@ -58,6 +60,8 @@ def send_back(
     answer = to_device(expert_output(comm.config, out, local_experts(comm)), device)
     result = poison(torch.empty((handle.num_tokens, comm.config.hidden_size), dtype=torch.bfloat16, device=device))
     given = to_device(weights, device)
+    if options:
+        torch.cuda.current_stream().synchronize()
     request = comm.combine_async(answer, handle, weights=given, out=result, **options)
     if not options:
         for array in (answer, given):
@@ -239,10 +243,11 @@ def test_both_phases_in_a_graph(way: tuple) -> None:
         assert_received(got, expected(case.config, case.inputs(step + 1)), f"replay {step}")
 
 
-def _wait_in_vain(group: ew.Group, place: Place, case: Case) -> str:
+def _wait_in_vain(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier) -> str:
     with communicator(group, case, place, two_phase=True, timeout_s=1.0) as comm:
         exchange_in_phases(comm, case.inputs()[group.rank])
         if group.rank == 1:
+            barrier.wait()  # its memory stays until nobody stores into it
             return ""
         request = send(comm, case.inputs()[group.rank])
         torch.cuda.current_stream().synchronize()  # the send waits for nobody
@@ -254,13 +259,14 @@ def _wait_in_vain(group: ew.Group, place: Place, case: Case) -> str:
             comm.check()
         with pytest.raises(ew.PeerLostError):
             comm.combine_async(out.combine_input_buffer, handle)
+        barrier.wait()
         return str(caught.value)
 
 
 @pytest.mark.parametrize(("layout", "mode"), [(EXPERT_MAJOR, REDUCE), (RANK_MAJOR, DIRECT)], ids=["expert", "rank"])
 def test_a_rank_that_does_not_send_is_lost(layout: Any, mode: Any) -> None:
     case = replace(SMALL, name=f"in-vain-{way_name(layout, mode)}", layout=layout, combine_mode=mode)
-    told = run_virtual(_wait_in_vain, share(3), case)
+    told = run_virtual(_wait_in_vain, share(3), case, threading.Barrier(3, timeout=60))
     assert "did not arrive" in told[0]
     assert "did not arrive" in told[2]
 
