@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,6 +37,7 @@ FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 CHECKS = ROOT / "benchmarks" / "checks"
 BARS = ROOT / "benchmarks" / "cpu_bars.json"
+GPU_BARS = ROOT / "benchmarks" / "gpu_bars.json"
 _PLACE = re.compile(
     r"(<!-- (?P<what>table|figure): (?P<prefix>[\w-]+) (?P<kind>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -217,6 +219,39 @@ def bars_table(prefix: str) -> str:
     return markdown(["what", "measured", "spread", "bar", "met"], lines)
 
 
+def gpu_bars_table(prefix: str) -> str:
+    """Return the captured pair of each shape and way for which there is a bar, with the bar and the floor."""
+    rows = [row for row in _workload_rows(prefix) if row.phase == "pair"]
+    medians = {(way(row.problem), workload_name(row.problem), row.lib): row.figures.median_us for row in rows}
+    lines = []
+    for how, bars in json.loads(GPU_BARS.read_text(encoding="utf-8")).items():
+        for name, bar in bars.items():
+            ours, floor = (medians.get((how, name, lib)) for lib in (OURS, FLOOR))
+            if ours is None or floor is None:
+                continue
+            met = "yes" if round(ours, 1) <= bar else f"**{ours / bar - 1:.0%} over**"
+            lines.append([how, name, f"{ours:.1f}", f"{bar:.1f}", met, f"{floor:.1f}", f"{ours - floor:.1f}"])
+    headings = ["layout, combine, payload", "shape", "expertwire", "bar", "met", "floor", "above the floor"]
+    return markdown(headings, lines)
+
+
+def blocks_table(prefix: str) -> str:
+    """Return a row for each shape and way that was measured with several grid sizes, the communicator's own last."""
+    by_problem: dict[Problem, dict[int, float]] = {}
+    for row in _pairs(prefix):
+        if row.lib == OURS and not row.is_launch:
+            size = max(row.problem.num_blocks, default=0)
+            by_problem.setdefault(replace(row.problem, num_blocks=()), {})[size] = row.figures.median_us
+    swept = {problem: own for problem, own in by_problem.items() if 0 in own and len(own) > 1}
+    sizes_given = sorted({size for own in swept.values() for size in own if size})
+    lines = []
+    for problem, own in swept.items():
+        cells = [f"{own[size]:.1f} ({own[size] / own[0]:.2f} x)" if size in own else "" for size in sizes_given]
+        lines.append([sizes(problem), way(problem), *cells, f"{own[0]:.1f}"])
+    headings = ["shape", "layout, combine, payload", *map(str, sizes_given), "all"]
+    return markdown(headings, lines) if lines else _NOTHING
+
+
 def check_table(prefix: str) -> str:
     """Return what tools/gpu_check.sh found."""
     path = CHECKS / f"{prefix}.json"
@@ -252,6 +287,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "check": check_table,
     "prediction": predicted,
     **{size.replace("_", "-"): functools.partial(sweep_table, size=size) for size in SWEPT},
+    "num-blocks": blocks_table,
+    "gpu-bars": gpu_bars_table,
 }
 _WITHOUT_REPORTS = {"bars", "check"}
 

@@ -78,9 +78,9 @@ def _go_on(group: ew.Group, place: Place, case: Case, plan: dict[str, Any]) -> A
 def _miss(comm: ew.MoECommunicator, case: Case, plan: dict[str, Any]) -> tuple[int, ...]:
     exchange(comm, case.inputs(0)[VICTIM])
     given = case.inputs(1)[VICTIM]
+    plan["step"].wait()
     dispatched = dispatch(comm, given) if plan["misses"] == "combine" else None
     torch.cuda.current_stream().synchronize()
-    plan["step"].wait()
     assert plan["over"].wait(60)
     told = _come_too_late(comm, given, dispatched)
     plan["came"].set()

@@ -74,7 +74,7 @@ markers = timeout: seconds that the test may take
 INI
 pytest=("$PYTHON" -m pytest -c "$work/pytest.ini" --rootdir "$PWD")
 files=(tests/test_cuda*.py)
-mapfile -t rest < <(printf '%s\n' "${files[@]}" | grep -v -e test_cuda.py -e test_cuda_graphs -e test_cuda_losses)
+mapfile -t rest < <(printf '%s\n' "${files[@]}" | grep -v -e test_cuda.py -e _graphs -e _losses -e _masking)
 num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 
 # run NAME SECONDS COMMAND...: a pytest command, and again after a test that has ended the process, until all tests are in
@@ -122,11 +122,12 @@ else
   shapes() {
     run calls 90 "${pytest[@]}" -m "$one" "${rest[@]}" "$@"
     run cases 200 "${pytest[@]}" -m "$one" -k "not process" tests/test_cuda.py "$@"
+    run graphs 150 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
   }
   others() {
     run losses 80 "${pytest[@]}" -m "$one" tests/test_cuda_losses.py "$@"
     run processes 100 "${pytest[@]}" -m "$one" -k process tests/test_cuda.py "$@"
-    run graphs 150 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
+    run masking 120 "${pytest[@]}" -m "$one" tests/test_cuda_masking.py "$@"
   }
   if ((num_gpus > 1)); then
     CUDA_VISIBLE_DEVICES=0 shapes "$@" &

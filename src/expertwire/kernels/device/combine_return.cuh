@@ -13,7 +13,7 @@ struct ReturnFacts {
   Word words[kWords];  // RANK_MAJOR + RANK_LOCAL_REDUCE: the row itself, wherever it turns out to go
 };
 
-__device__ inline i32 return_item(i32 j) { return all_warps().of_part(j - 1, kRanks); }
+__device__ inline i32 return_item(i32 j) { return grid_warp_of_part(j - 1, kRanks); }
 
 __device__ inline void load_words(const CombineKernelParams& p, i32 row, i32 piece, Word (&words)[kWords]) {
   const Word* from = static_cast<const Word*>(p.expert_output) + static_cast<u64>(row) * kOutWords;

@@ -12,7 +12,7 @@ struct OwnFacts {
   __device__ i32 rank() const { return rank_of_expert(static_cast<i32>(id) < 0 ? -1 : static_cast<i32>(id)); }
 };
 
-__device__ inline i32 first_own_item() { return all_warps().of_part(kRanks - 1, kRanks); }
+__device__ inline i32 first_own_item() { return grid_warp_of_part(kRanks - 1, kRanks); }
 
 __device__ inline OwnFacts load_own_facts(const CombineKernelParams& p, i32 item) {
   OwnFacts facts{kNoExpert, Selections{-1, 0.0f}};

@@ -75,7 +75,7 @@ __device__ inline i32 row_of_tag(const DispatchContext& c, i32 source, i32 slot,
 // EXPERT_MAJOR; in RANK_MAJOR own rows were placed while sending.
 __device__ inline void place_own(const DispatchContext& c, i32 item, const OwnPart& own) {
   const i32 token = item / kParts, part = item % kParts;
-  const Place slot = c.marks.place(c.rank, token);
+  const Place slot = c.marks.place_of_warp(c.rank, token);
   if (!slot.has) return;
   i32 row = -1;
   if (own.facts.rank == c.rank) {
@@ -112,7 +112,7 @@ struct Cursor {
   i32 source, item;  // step j is source (rank + j) % R
 
   __device__ Cursor(const DispatchContext& c, i32 j)
-      : source((c.rank + j) % kRanks), item(all_warps().of_part(j, kRanks)) {}
+      : source((c.rank + j) % kRanks), item(grid_warp_of_part(j, kRanks)) {}
   __device__ i32 slot() const { return item / kParts; }
   __device__ i32 part() const { return item % kParts; }
   __device__ bool may_be_sent() const { return item < kMaxTokens * kParts; }

@@ -108,7 +108,7 @@ __device__ inline void send_part(const DispatchContext& c, i32 token, i32 part, 
 #pragma unroll 1
   for (i32 i = 1; i < kRanks; ++i) {
     const i32 peer = c.rank + i < kRanks ? c.rank + i : c.rank + i - kRanks;
-    const Place slot = c.marks.place(peer, token);
+    const Place slot = c.marks.place_of_warp(peer, token);
     if (!slot.has || is_absent(peer)) continue;
     if (part < kPieces)
       send_piece(c, peer, slot.before, part, own.data);
@@ -116,7 +116,7 @@ __device__ inline void send_part(const DispatchContext& c, i32 token, i32 part, 
       send_facts(c, own.facts, peer, slot.before, token);
   }
   if constexpr (config::kRankMajor) {
-    const Place slot = c.marks.place(c.rank, token);
+    const Place slot = c.marks.place_of_warp(c.rank, token);
     const i32 row = c.rank * kMaxTokens + slot.before;
     if (slot.has && part < kPieces) place_piece(c, row, part, own.data);
     if (slot.has && part == kPieces)

@@ -209,16 +209,16 @@ __device__ inline void exchange_packets(const LaneParams& lane, u32 epoch, u32 d
                                         Heard heard) {
   for (i32 peer = lane_idx(); peer < kRanks; peer += 32) {
     if (peer == lane.rank || is_absent(peer)) continue;
-    u64* to = packet(lane.inboxes[peer], lane.rank);
     const u64 word = static_cast<u64>(epoch) << 32 | data | losses_to_tell();
     if constexpr (config::kMask)
-      store_release_sys(to, word);
+      store_release_sys(packet(lane.inboxes[peer], lane.rank), word);
     else
-      store_relaxed_sys(to, word);
+      store_relaxed_sys(packet(lane.inboxes[peer], lane.rank), word);
   }
   for (i32 source = lane_idx(); source < kRanks; source += 32) {
     if (source == lane.rank || is_absent(source)) continue;
-    const u32 told = acquire_packet(packet(lane.inboxes[lane.rank], source), epoch, source, wait);
+    const u64* from = packet(lane.inboxes[lane.rank], source);
+    const u32 told = config::kMask ? acquire_packet(from, epoch, source, wait) : poll_packet(from, epoch, source, wait);
     hear_losses(told, source, wait);
     heard(told, source);
   }

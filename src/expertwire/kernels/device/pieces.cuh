@@ -14,12 +14,20 @@ constexpr i32 kParts = kPieces + 1;  // of a row: pieces of its payload, then th
 constexpr i32 kMaskWords = num_mask_words(kShape);
 constexpr i32 kMarked = num_marks(kShape, config::kRankMajor);  // ranks, then experts
 
+// Warps that share a kind of work, and this one's number among them.
+struct Crew {
+  i32 warp, num_warps;
+  bool has_this;
+};
+
 // Whose warps send own tokens, and whose place those that stay: all do both, or kSenders in a hundred blocks the one and the
-// rest the other. Stores to a peer wait for the wire, and on the same SM those behind them wait too.
+// rest the other. Stores to a peer wait for the wire, and on the same SM those behind them wait too. Few blocks are all needed
+// for both.
+constexpr i32 kFewBlocks = 64;
 __device__ inline Crew crew_of(bool sends) {
   const i32 blocks = static_cast<i32>(gridDim.x), block = static_cast<i32>(blockIdx.x);
-  if (config::kSenders == 0 || blocks == 1) return all_warps();
-  const i32 num_senders = blocks * config::kSenders / 100 > 0 ? blocks * config::kSenders / 100 : 1;
+  if (config::kSenders == 0 || blocks <= kFewBlocks) return Crew{grid_warp(), grid_warps(), true};
+  const i32 num_senders = blocks * config::kSenders / 100;
   const i32 first = sends ? 0 : num_senders, num = sends ? num_senders : blocks - num_senders;
   return Crew{warp_idx() * num + block - first, kNumWarps * num, (block < num_senders) == sends};
 }
@@ -59,6 +67,17 @@ struct Marks {
       if (lower >= 0 && lower < 32) place.has = (word >> lower & 1u) != 0;
     }
     return place;
+  }
+  // The same by a whole warp, for one mark and token.
+  __device__ Place place_of_warp(i32 mark, i32 token) const {
+    if constexpr (kMaskWords <= 4) return place(mark, token);
+    const i32 last = token >> 5;
+    u32 before = 0;
+#pragma unroll 1
+    for (i32 i = lane_idx(); i <= last; i += 32)
+      before += static_cast<u32>(__popc(bits[i * kMarked + mark] & (i < last ? kAllLanes : (1u << (token & 31)) - 1u)));
+    const bool has = (bits[last * kMarked + mark] >> (token & 31) & 1u) != 0;
+    return Place{static_cast<i32>(__reduce_add_sync(kAllLanes, before)), has};
   }
   __device__ i32 count(i32 mark) const {
     i32 count = 0;

@@ -50,19 +50,11 @@ __device__ inline i32 grid_thread() {
   return static_cast<i32>(blockIdx.x) * config::kNumThreads + static_cast<i32>(threadIdx.x);
 }
 __device__ inline i32 grid_threads() { return static_cast<i32>(gridDim.x) * config::kNumThreads; }
-
-// Warps that share a kind of work, and this one's number among them.
-struct Crew {
-  i32 warp, num_warps;
-  bool has_this;
-
-  // The same warps in another order for each of `parts` lists of work: short lists fall on different warps.
-  __device__ i32 of_part(i32 part, i32 parts) const {
-    const i32 w = warp - part * (num_warps / parts);
-    return w < 0 ? w + num_warps : w;
-  }
-};
-__device__ inline Crew all_warps() { return Crew{grid_warp(), grid_warps(), true}; }
+// The same warps in another order for each of `parts` lists of work: short lists fall on different warps.
+__device__ inline i32 grid_warp_of_part(i32 part, i32 parts) {
+  const i32 warp = grid_warp() - part * (grid_warps() / parts);
+  return warp < 0 ? warp + grid_warps() : warp;
+}
 
 __device__ inline i32 rank_of_expert(i32 expert) {  // -1 for none
   if (expert < 0) return -1;
