@@ -122,9 +122,6 @@ class MoECommunicatorConfig:
         num_topk: K, experts a token chooses; at most ``min(E, 32)``.
         max_tokens_per_rank: M, most tokens one rank brings to one call.
         experts_per_rank: experts of each rank in order, zero allowed; ``None`` splits E evenly over R.
-        placement: ``None``: ``topk_ids`` choose among the E experts. Else [E], the logical expert that each of the E
-            physical ones holds, or -1 for none: ``topk_ids`` choose logical experts, 0 to G - 1, each of which is
-            held at least once. ``update_placement`` replaces it (``docs/placement.md``).
         mode: only ``LATENCY`` is implemented.
         output_layout: ``EXPERT_MAJOR`` or ``RANK_MAJOR``.
         combine_mode: see :class:`CombineMode`.
@@ -139,6 +136,9 @@ class MoECommunicatorConfig:
         device: ``None`` (the group's), ``"cpu"``, ``"cuda:3"``, or ``"cuda"``: torch's or CuPy's current device.
         timeout_s: bound of every wait, seconds.
         on_peer_loss: ``"raise"`` or ``"mask"``.
+        placement: ``None``: ``topk_ids`` choose among the E experts. Else [E], the logical expert that each of the E
+            physical ones holds, or -1 for none: ``topk_ids`` choose logical experts, 0 to G - 1, each of which is
+            held at least once. ``update_placement`` replaces it (``docs/placement.md``).
     """
 
     num_experts: int
@@ -146,7 +146,6 @@ class MoECommunicatorConfig:
     num_topk: int
     max_tokens_per_rank: int
     experts_per_rank: tuple[int, ...] | None = None
-    placement: tuple[int, ...] | None = None
     mode: MoEMode = MoEMode.LATENCY
     output_layout: DispatchLayout = DispatchLayout.EXPERT_MAJOR
     combine_mode: CombineMode = CombineMode.RANK_LOCAL_REDUCE
@@ -159,6 +158,7 @@ class MoECommunicatorConfig:
     device: str | None = None
     timeout_s: float = 100.0
     on_peer_loss: PeerLossPolicy | str = PeerLossPolicy.RAISE
+    placement: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
