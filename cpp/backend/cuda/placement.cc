@@ -29,7 +29,7 @@ void CudaBackend::update_placement(std::vector<i32> physical_of_logical, void* s
   const CurrentContext current(*context_);
   problem_.physical_of_logical = std::move(physical_of_logical);
   const auto on = static_cast<CUstream>(stream);
-  follow(on);
+  follow(on, nullptr);
   // A copy behind an operation that waits for a peer would hold up the copies of other ranks on this GPU, the peer's too.
   cuda::check(driver().cuStreamSynchronize(on), "cuStreamSynchronize");
   write_placement(on);
