@@ -249,7 +249,7 @@ def blocks_table(prefix: str) -> str:
         cells = [f"{own[size]:.1f} ({own[size] / own[0]:.2f} x)" if size in own else "" for size in sizes_given]
         lines.append([sizes(problem), way(problem), *cells, f"{own[0]:.1f}"])
     headings = ["shape", "layout, combine, payload", *map(str, sizes_given), "all"]
-    return markdown(headings, lines) if lines else _NOTHING
+    return markdown(headings, lines) if lines else sweep_table(prefix, "num_blocks")
 
 
 def check_table(prefix: str) -> str:

@@ -97,6 +97,17 @@ def test_sweeps_become_tables_and_figures(script: ModuleType, results: Path) -> 
     assert files["gpu-num-blocks-1.svg"].startswith('<svg xmlns="http://www.w3.org/2000/svg"')
 
 
+def test_grid_sizes_and_bars_are_set_against_the_whole_grid_and_the_floor(script: ModuleType, results: Path) -> None:
+    runs = [
+        (replace(LATENCY, num_blocks=(count,)), [reports.measured("expertwire", 100 / count, noise=0)])
+        for count in (4, 8)
+    ]
+    runs.append((LATENCY, [reports.measured("expertwire", 10.5, noise=0), reports.measured("floor", 8, noise=0)]))
+    reports.save(reports.report(runs), results / "gpu.json")
+    assert cells(script.blocks_table("gpu"))[0][2:] == ["25.0 (2.38 x)", "12.5 (1.19 x)", "10.5"]
+    assert cells(script.gpu_bars_table("gpu"))[0][2:] == ["10.5", "10.0", "**5% over**", "8.0", "2.5"]
+
+
 def test_what_has_not_been_measured_says_so(script: ModuleType, results: Path) -> None:
     page = "<!-- table: none workloads -->\n<!-- end -->\n<!-- table: none check -->\n<!-- end -->\n"
     assert not list(results.iterdir())
