@@ -74,7 +74,9 @@ markers = timeout: seconds that the test may take
 INI
 pytest=("$PYTHON" -m pytest -c "$work/pytest.ini" --rootdir "$PWD")
 files=(tests/test_cuda*.py)
-mapfile -t rest < <(printf '%s\n' "${files[@]}" | grep -v -e test_cuda.py -e _graphs -e _losses -e _masking)
+phases=(tests/test_cuda_{two_phase,overlap,placement}.py)
+mapfile -t rest < <(printf '%s\n' "${files[@]}" |
+  grep -v -e test_cuda.py -e _graphs -e _losses -e _masking -e _deep_ep -e _two_phase -e _overlap -e _placement)
 num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 
 # run NAME SECONDS COMMAND...: a pytest command, and again after a test that has ended the process, until all tests are in
@@ -122,12 +124,14 @@ else
   shapes() {
     run calls 90 "${pytest[@]}" -m "$one" "${rest[@]}" "$@"
     run cases 200 "${pytest[@]}" -m "$one" -k "not process" tests/test_cuda.py "$@"
-    run graphs 150 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
+    run graphs 100 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
+    run deep-ep 80 "${pytest[@]}" -m "$one" tests/test_cuda_deep_ep.py "$@"
   }
   others() {
     run losses 80 "${pytest[@]}" -m "$one" tests/test_cuda_losses.py "$@"
     run processes 100 "${pytest[@]}" -m "$one" -k process tests/test_cuda.py "$@"
-    run masking 120 "${pytest[@]}" -m "$one" tests/test_cuda_masking.py "$@"
+    run masking 100 "${pytest[@]}" -m "$one" tests/test_cuda_masking.py "$@"
+    run phases 100 "${pytest[@]}" -m "$one" "${phases[@]}" "$@"
   }
   if ((num_gpus > 1)); then
     CUDA_VISIBLE_DEVICES=0 shapes "$@" &
@@ -135,7 +139,7 @@ else
     CUDA_VISIBLE_DEVICES=1 others "$@" &
     wait "$first" $!
     run devices 120 "${pytest[@]}" -m multi_gpu "${files[@]}" "$@"
-    run bench 100 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
+    run bench 60 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
   else
     shapes "$@"
     others "$@"
