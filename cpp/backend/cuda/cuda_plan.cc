@@ -20,8 +20,7 @@ void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& 
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   // These take more registers; for other architectures than sm_90 the compiler does, too.
   const bool wide = problem.num_ranks > 2 || facts.major != 9, mask = problem.shape.mask;
-  const bool is_light = rank_major && !problem.shape.direct_send && !problem.shape.fp8;
-  const int num_small = mask ? 1 : wide ? 2 : is_light ? 4 : 3;
+  const int num_small = mask ? 1 : wide ? 2 : 3;
   plan.dispatch = {
       {Kernel::DISPATCH, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kMarkBatch", 1}, {"kSenders", 0}}}};
   plan.combine = {{Kernel::COMBINE, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kGather", 4}}}};
