@@ -6,6 +6,7 @@ What needs no GPU is tested without one: adapters for a device that is not there
 from __future__ import annotations
 
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import expertwire as ew
 from expertwire import _core
 from expertwire.config import parse_device, to_core
 from expertwire.interop.arrays import adapter_of, make_adapter
-from expertwire.interop.cuda import DeviceMemory, current_device, stream_address
+from expertwire.interop.cuda import DeviceMemory, HeldStreams, current_device, stream_address
 from expertwire.reference import BF16
 
 SHAPE: dict[str, Any] = {"num_experts": 4, "hidden_size": 128, "num_topk": 2, "max_tokens_per_rank": 3}
@@ -97,6 +98,24 @@ def of_library(module: str, **fields: Any) -> Any:
 )
 def test_streams_are_taken_in_every_form(stream: Any, address: int) -> None:
     assert stream_address(stream, "cuda:3") == address
+
+
+def test_the_stream_used_last_is_held_until_another_one_has_been_used() -> None:
+    held = HeldStreams("cuda:3")
+    streams = [Foreign(0x10 * number) for number in (1, 2, 3)]
+    alive = [weakref.ref(stream) for stream in streams]
+    assert held.address(streams[0]) == 0x10
+    held.used()
+    for stream in streams[1:]:  # named by calls that are refused
+        held.address(stream)
+    held.address(0x40)
+    streams.clear()
+    del stream
+    assert all(one() is not None for one in alive)
+    held.used()
+    assert [one() is not None for one in alive] == [False, False, True]
+    with pytest.raises(ew.InvalidArgumentError, match="stream = str object"):
+        held.address("cuda")
 
 
 @pytest.mark.parametrize(

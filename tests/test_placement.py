@@ -178,6 +178,26 @@ def test_dispatches_under_way_keep_their_placement(case: Case) -> None:
         assert_received([results[step] for results in of_ranks], wanted, f"step {step}")
 
 
+def _update_within(group: ew.Group, case: Case) -> list[Received]:
+    """Update between the two phases of a dispatch, and of its combine."""
+    with ew.MoECommunicator(group, case.config) as comm:
+        given = case.inputs()[comm.rank]
+        sent = comm.dispatch_async(given.x, given.topk_ids, given.weights)
+        comm.update_placement(MOVED)
+        out, handle = sent.wait()
+        received = copy_output(out)
+        answer = expert_output(comm.config, received, local_experts(comm))
+        sent_back = comm.combine_async(answer, handle)
+        comm.update_placement(COPIES)
+        return [Received(received, sent_back.wait())]
+
+
+@pytest.mark.parametrize("case", on_every_way(CASE), ids=lambda case: case.name)
+def test_operations_between_their_phases_keep_their_placement(case: Case) -> None:
+    of_ranks = run_threads(_update_within, case.num_ranks, case)
+    assert_received([results[0] for results in of_ranks], expected(case.config, case.inputs()), case.name)
+
+
 def test_a_placement_in_order_changes_nothing() -> None:
     plain = replace(CASE, placement=None, num_topk=4, ids="half")
     placed = replace(plain, placement=tuple(range(10)))

@@ -171,6 +171,18 @@ def test_done_looks_and_does_not_wait() -> None:
     run_processes(rank_that_looks, 3)
 
 
+def test_what_is_done_stays_done() -> None:
+    with single() as comm:
+        first = comm.dispatch_async(rows(), ids())
+        first.wait()
+        assert first.done()
+        second = comm.dispatch_async(rows(), ids())
+        assert first.done()
+        second.wait()
+        assert first.done()
+        assert second.done()
+
+
 def test_wrong_orders_are_refused() -> None:
     with single(max_in_flight=2) as comm:
         first = comm.dispatch_async(rows(), ids())

@@ -11,7 +11,7 @@ from expertwire import _core
 from expertwire.config import parse_int
 from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
 from expertwire.interop.arrays import ArrayAdapter, adapter_of, make_adapter, num_bytes, refuse, shape_text
-from expertwire.interop.cuda import event_address, stream_address
+from expertwire.interop.cuda import HeldStreams, event_address
 from expertwire.lanes import LaneShapes
 from expertwire.overlap import BlockOverlapConfig, OperationOverlapConfig, OverlapConfig, num_blocks_of, num_comm_sms_of
 from expertwire.types import Array, DispatchLayout, MoECommunicatorConfig, QuantConfig
@@ -46,7 +46,7 @@ class ArgumentReader:
         self._tokens_bytes = num_bytes(shapes.tokens, shapes.tokens_dtype)
         self._expert_output_bytes = num_bytes(shapes.expert_output, "bfloat16")
         self._adapters: dict[type, ArrayAdapter] = {}
-        self._held_stream: object | None = None
+        self.streams = HeldStreams(device)
 
     def dispatch(
         self, request: _core.LatencyDispatchRequest, arguments: DispatchArguments, own: int, held: list[Array]
@@ -61,7 +61,7 @@ class ArgumentReader:
         if stream is not None:
             request.stream = self.named_stream(stream)
         elif self._on_cuda:
-            request.stream = adapter.current_stream()
+            request.stream = self._current_stream(adapter)
         return adapter
 
     def combine(self, request: _core.LatencyCombineRequest, arguments: CombineArguments, held: list[Array]) -> Array:
@@ -78,7 +78,7 @@ class ArgumentReader:
                 self._ready(request, overlap.block, held)
         asked = None if stream is None else self.named_stream(stream)
         if self._on_cuda:
-            request.stream = adapter.current_stream() if asked is None else asked
+            request.stream = self._current_stream(adapter) if asked is None else asked
         if out is None:
             out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16", asked)
         self.out(request, out, held)
@@ -161,16 +161,17 @@ class ArgumentReader:
             return self.named_stream(stream)
         if self._device == "cpu":
             return 0
-        adapter = self._adapters.get(type(array)) or make_adapter(array, "array", self._device)
-        return adapter.current_stream()
+        return self._current_stream(self._adapters.get(type(array)) or make_adapter(array, "array", self._device))
 
     def named_stream(self, stream: object) -> int:
-        """The address of a stream that the caller named, which is kept alive."""
+        """The address of a stream that the caller named, which is held."""
         if self._device == "cpu":
             raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
-        address = stream_address(stream, self._device)
-        self._held_stream = stream  # the next call on another stream, or close, comes back to it
-        return address
+        return self.streams.address(stream)
+
+    def _current_stream(self, adapter: ArrayAdapter) -> int:
+        stream = adapter.current_stream()
+        return stream if isinstance(stream, int) else self.streams.address(stream)
 
     def _overlap(
         self,

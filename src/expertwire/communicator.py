@@ -65,7 +65,7 @@ class MoECommunicator(CommunicatorFacts):
         lanes = range(self._config.max_in_flight)
         self._tokens_addresses = [runtime.lane_address(lane, "tokens") for lane in lanes]
         self._last_lane = 0
-        self._sent = SentOperations(runtime, self._reader.stream_for)
+        self._sent = SentOperations(runtime, self._reader.stream_for, self._on_cuda)
 
     def dispatch(
         self,
@@ -241,10 +241,10 @@ class MoECommunicator(CommunicatorFacts):
         """
         runtime = self._open_runtime("update_placement")
         table, together = parse_placement(placement), parse_bool(collective, "collective")
-        asked = None if stream is None else self._reader.named_stream(stream)
-        if self._on_cuda and asked is None:
-            asked = current_stream(self._device)
-        runtime.update_placement(table, asked or 0, together)
+        if stream is None and self._on_cuda:
+            stream = current_stream(self._device)
+        runtime.update_placement(table, 0 if stream is None else self._reader.named_stream(stream), together)
+        self._reader.streams.used()
         self._config = replace(self._config, placement=tuple(table))
 
     def get_dispatch_output_buffer(self, framework: str = "numpy") -> Array:
@@ -336,6 +336,7 @@ class MoECommunicator(CommunicatorFacts):
         if self._sent.by_lane:
             self._sent.settle(runtime.next_lane, request.stream if self._on_cuda else None)
         handle = send(request)
+        self._reader.streams.used()
         self._last_lane = handle.lane
         output = adapter.renew(self._lanes(runtime, adapter)[handle.lane])
         output_buffer = arguments[4]
@@ -348,6 +349,7 @@ class MoECommunicator(CommunicatorFacts):
         if self._sent.by_lane:
             self._sent.settle(request.handle.lane, request.stream if self._on_cuda else None)
         send(request)
+        self._reader.streams.used()
         return out
 
     def _lanes(self, runtime: _core.MoERuntime, adapter: ArrayAdapter) -> list[DispatchOutput]:

@@ -40,19 +40,25 @@ class SentOperations:
     Args:
         runtime: of the communicator.
         stream_for: (array, what the caller asked for) to the address of the stream that a receive of it is put on.
+        on_cuda: a receive has not ended when its call returns.
 
     Attributes:
         by_lane: by operation and lane; empty unless something is under way, which every call looks at.
     """
 
-    def __init__(self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int]) -> None:
+    def __init__(
+        self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int], on_cuda: bool
+    ) -> None:
         self._runtime: _core.MoERuntime | None = runtime
         self._stream_for = stream_for
+        self._on_cuda = on_cuda
+        self._last_of_lane: dict[tuple[str, int], SentOperation] = {}
         self.by_lane: dict[tuple[str, int], SentOperation] = {}
 
     def add(self, sent: SentOperation) -> MoERequest:
         """Notes what has just been sent."""
-        self.by_lane[sent.operation, sent.handle.lane] = sent
+        lane = (sent.operation, sent.handle.lane)
+        self.by_lane[lane] = self._last_of_lane[lane] = sent
         return MoERequest(self, sent)
 
     def receive(self, sent: SentOperation, stream: object | None = None) -> None:
@@ -81,6 +87,10 @@ class SentOperations:
         """Whether ``receive`` would not wait, or has been done and its result is there."""
         if sent.error is not None or self._runtime is None:
             return True
+        # The lane tells of the operation that has used it last. An older one's arrays are not its own any more.
+        lane = (sent.operation, sent.handle.lane)
+        if sent.is_over and not (self._on_cuda and self._last_of_lane[lane] is sent):
+            return True
         is_done = self._runtime.dispatch_done if sent.operation == "dispatch" else self._runtime.combine_done
         return is_done(sent.handle)
 
@@ -95,6 +105,7 @@ class SentOperations:
         """What has not been received never will be."""
         self._runtime = None
         self.by_lane.clear()
+        self._last_of_lane.clear()
 
     @property
     def is_closed(self) -> bool:

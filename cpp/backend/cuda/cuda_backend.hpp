@@ -93,9 +93,9 @@ class CudaBackend final : public Backend {
   std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
   i32* placement_ = nullptr;     // [num_logical_experts], with a placement
   std::optional<HostReport> report_;
-  CUstream own_stream_ = nullptr;  // for set-up and stats()
-  CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow
-  std::optional<CUstream> last_stream_;
+  CUstream own_stream_ = nullptr;                          // for set-up and stats()
+  CUevent last_work_ = nullptr;                            // recorded when another stream, or nothing, is to follow
+  std::optional<CUstream> last_stream_, captured_stream_;  // of work on the device, and into a graph
   std::vector<Lane> lanes_;
   RuntimeStats stats_;
 };

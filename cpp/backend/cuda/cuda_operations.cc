@@ -77,17 +77,22 @@ void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t
 
 // Operations of one communicator run one after the other, also on different streams.
 void CudaBackend::follow(CUstream stream, void* wait_event) {
-  if (last_stream_ && *last_stream_ != stream) {
+  if (!last_stream_ || *last_stream_ != stream) {
     const Driver& cuda = driver();
     CUstreamCaptureStatus before = CU_STREAM_CAPTURE_STATUS_NONE, now = CU_STREAM_CAPTURE_STATUS_NONE;
-    cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &before), "cuStreamIsCapturing");
     cuda::check(cuda.cuStreamIsCapturing(stream, &now), "cuStreamIsCapturing");
-    if (before == now) {  // work outside a capture is ordered by whoever launches the graph
-      cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
-      cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
+    // A graph is ordered behind work outside of it by whoever launches it.
+    std::optional<CUstream>& last = now == CU_STREAM_CAPTURE_STATUS_NONE ? last_stream_ : captured_stream_;
+    if (last && *last != stream) {
+      cuda::check(cuda.cuStreamIsCapturing(*last, &before), "cuStreamIsCapturing");
+      if (before == now) {
+        cuda::check(cuda.cuEventRecord(last_work_, *last), "cuEventRecord");
+        cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
+      }
     }
+    if (now == CU_STREAM_CAPTURE_STATUS_NONE) captured_stream_.reset();
+    last = stream;
   }
-  last_stream_ = stream;
   if (wait_event != nullptr)
     cuda::check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
 }

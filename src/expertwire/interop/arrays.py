@@ -123,8 +123,8 @@ class ArrayAdapter(ABC):
             dtype: name of its dtype.
         """
 
-    def current_stream(self) -> int:
-        """Address of the stream on which the framework works on the device now; CUDA only."""
+    def current_stream(self) -> object:
+        """The stream on which the framework works on the device now, or its address if it lives for ever; CUDA only."""
         raise NotImplementedError
 
 

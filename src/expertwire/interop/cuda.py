@@ -53,15 +53,42 @@ def current_device() -> int:
     return 0
 
 
-def current_stream(device: str) -> int:
-    """Address of torch's current stream of ``device`` in this thread, if torch works on it, else CuPy's, else 0."""
+def current_stream(device: str) -> object:
+    """Torch's current stream of ``device`` in this thread, if torch works on GPUs, else CuPy's, else the default."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.current_stream(device).cuda_stream)
+        stream: object = torch.cuda.current_stream(device)
+        return stream
     cupy = sys.modules.get("cupy")
     if cupy is not None and cupy.cuda.is_available():
-        return int(cupy.cuda.get_current_stream().ptr)
+        return cupy.cuda.get_current_stream(int(device.removeprefix("cuda:")))
     return 0
+
+
+class HeldStreams:
+    """Streams of one communicator that must live, for its next call on another one comes back to the last.
+
+    Held are the last stream that was used, if it was given as an object, and those that calls have named since.
+
+    Args:
+        device: whose streams they are.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._held: list[object] = []
+
+    def address(self, stream: object) -> int:
+        """Address of a stream, which is held from now on. Raises InvalidArgumentError, as :func:`stream_address`."""
+        address = stream_address(stream, self._device)
+        if not isinstance(stream, int) and not (self._held and self._held[-1] is stream):
+            self._held.append(stream)
+        return address
+
+    def used(self) -> None:
+        """The last one has been used: the others may go."""
+        if len(self._held) > 1:
+            del self._held[:-1]
 
 
 def stream_address(stream: object, device: str) -> int:

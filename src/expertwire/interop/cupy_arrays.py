@@ -83,11 +83,10 @@ class CupyAdapter(ArrayAdapter):
         held = cupy.cuda.UnownedMemory(memory.address, memory.num_bytes, memory, self._index)
         return cupy.ndarray(shape, self._dtypes[dtype], memptr=cupy.cuda.MemoryPointer(held, 0))
 
-    def current_stream(self) -> int:
-        """See ArrayAdapter."""
-        self._stream = cupy.cuda.get_current_stream(self._index)  # held: the communicator may come back to it
-        address: int = self._stream.ptr
-        return address
+    def current_stream(self) -> object:
+        """See ArrayAdapter. CuPy's streams end with their objects."""
+        stream: object = cupy.cuda.get_current_stream(self._index)
+        return stream
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ __device__ inline void clear_old_tags(const DispatchContext& c) {
     store_relaxed_sys(weights + i, sentinel_word());
 }
 
-// A dispatch that did not complete shows no rows. By any block that gave up, at least a time-out after all counts were written.
+// A dispatch that did not complete shows no rows. By every block that gave up; a warp whose wait has ended notes no
+// counts any more.
 __device__ inline void clear_counts(const DispatchKernelParams& p) {
 #pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < config::kMaxLocalExperts * kRanks; i += kBlockThreads) {

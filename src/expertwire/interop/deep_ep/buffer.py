@@ -87,7 +87,7 @@ class Buffer(LeftOut):
         self.enable_shrink = enable_shrink
         policy = PeerLossPolicy.MASK if enable_shrink else PeerLossPolicy.RAISE
         self._communicators = Communicators(self._group, policy, self.timeout_s)
-        self._comm_stream: Any = None
+        self._comm_streams: dict[int, Any] = {}  # by device
         self._destroyed = False
 
     def destroy(self) -> None:
@@ -119,12 +119,13 @@ class Buffer(LeftOut):
         return LANES * _ROW_BUFFERS * rows * arguments.positive(hidden, "hidden") * _BF16_BYTES
 
     def get_comm_stream(self) -> Any:
-        """The ``torch.cuda.Stream`` of calls with ``async_finish=True``."""
-        if self._comm_stream is None:
-            if not torch.cuda.is_available():
-                raise UnsupportedError("get_comm_stream: this machine has no CUDA device, and the CPU has no streams")
-            self._comm_stream = torch.cuda.Stream()
-        return self._comm_stream
+        """The ``torch.cuda.Stream`` of calls with ``async_finish=True`` on the current device."""
+        if not torch.cuda.is_available():
+            raise UnsupportedError("get_comm_stream: this machine has no CUDA device, and the CPU has no streams")
+        device = torch.cuda.current_device()
+        if device not in self._comm_streams:
+            self._comm_streams[device] = torch.cuda.Stream()
+        return self._comm_streams[device]
 
     def low_latency_dispatch(
         self,
@@ -214,7 +215,7 @@ class Buffer(LeftOut):
             topk_weights: float32 [T, K].
             handle: from the dispatch; may be combined again until two newer dispatches have been made.
             use_logfmt: LogFMT rows, which are not in this version.
-            zero_copy: ``x`` is not looked at: the rows lie in ``get_next_low_latency_combine_buffer(handle)``.
+            zero_copy: the rows of ``x`` are not read: they lie in ``get_next_low_latency_combine_buffer(handle)``.
             async_finish: run on the communication stream; the current one does not wait.
             return_recv_hook: send only; the hook receives, on the stream that is current when it is called.
             out: bfloat16 [T, H] to write to; ``None``: a new one.

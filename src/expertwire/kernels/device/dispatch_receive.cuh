@@ -216,8 +216,9 @@ __device__ inline void receive(const DispatchContext& c, Received r, Wait& wait)
     if constexpr (kCountsWithRows) {
       const u64* packet = count_packet(c.inbox, c.buffers, cursor.source, kRowCount);
       const u64 known = j == kFirstStep ? r.count : load_relaxed_sys(packet);  // mostly there since the first part is
-      const u32 count = poll_packet(packet, known, c.buffers.epoch, cursor.source, wait);
-      if (cursor.item == 0 && lane_idx() == 0) note_rows(c, cursor.source, count);
+      // One lane's for all: one whose wait has ended has none.
+      const u32 count = __shfl_sync(kAllLanes, poll_packet(packet, known, c.buffers.epoch, cursor.source, wait), 0);
+      if (cursor.item == 0 && lane_idx() == 0 && !wait.failed()) note_rows(c, cursor.source, count);
       rows = static_cast<i32>(count & ~kWeightsComeLate);
     } else {
       rows = c.marks.num_rows[cursor.source];
