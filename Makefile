@@ -49,7 +49,7 @@ cxx_tests = @echo "C++ tests in build/$(1)"; mkdir -p build; \
 	&& cmake --build build/$(1) -j $(JOBS) >>build/$(1).log || { cat build/$(1).log; exit 1; }; \
 	ctest --test-dir build/$(1) --output-on-failure --no-tests=error $(3)
 
-SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g"
+SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1"
 
 .PHONY: run test lint format sanitize wheel docs clean
 .DELETE_ON_ERROR:
