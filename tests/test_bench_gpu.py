@@ -334,13 +334,8 @@ def test_times_travel_through_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        (DispatchLayout.EXPERT_MAJOR, DispatchDataType.BF16),
-        (DispatchLayout.RANK_MAJOR, DispatchDataType.FP8_E4M3),
-    ],
-)
+@pytest.mark.parametrize("dtype", [DispatchDataType.BF16, DispatchDataType.FP8_E4M3])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus_are_measured(layout: DispatchLayout, dtype: DispatchDataType) -> None:
     problem = replace(SMALL, hidden_size=1024, layout=layout, dispatch_dtype=dtype)
     problem = replace(problem, combine_mode=CombineMode.DIRECT_SEND)

@@ -158,8 +158,7 @@ def test_a_replay_with_a_stale_handle_is_told_and_does_no_harm(way: tuple, late:
 
 
 def _count(group: ew.Group, place: Place | None, case: Case) -> tuple[int, int, tuple[int, ...]]:
-    fields: dict[str, Any] = {} if place is None else {"device": place.device, "num_blocks": place.num_blocks}
-    with ew.MoECommunicator(group, case.config, **fields) as comm:
+    with ew.MoECommunicator(group, case.config) if place is None else communicator(group, case, place) as comm:
         for step in range(5):
             given = case.inputs(step)[comm.rank]
             exchange_on_cpu(comm, given) if place is None else exchange(comm, given)
