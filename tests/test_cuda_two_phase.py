@@ -222,11 +222,11 @@ def _replay(
         received = []
         for step, given in enumerate(inputs[1:], 1):
             for array, value in zip(arrays, (given.x, given.topk_ids, given.weights), strict=True):
-                array.copy_(to_device(value, "cpu"))
+                array.copy_(to_device(value, device))
             # The answers that this step's rows will get; dispatch and combine are one graph.
             rows = reference.dispatch(case.config, case.inputs(step))[group.rank]
             answer = expert_output(case.config, rows, local_experts(comm))
-            kept[0].combine_input_buffer.copy_(to_device(answer, "cpu"))
+            kept[0].combine_input_buffer.copy_(to_device(answer, device))
             poison(y)
             graph.replay()
             received.append(Received(copy_output(kept[0], to_host), to_host(y)))

@@ -126,12 +126,12 @@ else
     run cases 200 "${pytest[@]}" -m "$one" -k "not process" tests/test_cuda.py "$@"
     run graphs 100 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
     run deep-ep 80 "${pytest[@]}" -m "$one" tests/test_cuda_deep_ep.py "$@"
+    run phases 120 "${pytest[@]}" -m "$one" "${phases[@]}" "$@"
   }
   others() {
     run losses 80 "${pytest[@]}" -m "$one" tests/test_cuda_losses.py "$@"
     run processes 100 "${pytest[@]}" -m "$one" -k process tests/test_cuda.py "$@"
-    run masking 100 "${pytest[@]}" -m "$one" tests/test_cuda_masking.py "$@"
-    run phases 100 "${pytest[@]}" -m "$one" "${phases[@]}" "$@"
+    run masking 160 "${pytest[@]}" -m "$one" tests/test_cuda_masking.py "$@"
   }
   if ((num_gpus > 1)); then
     CUDA_VISIBLE_DEVICES=0 shapes "$@" &
