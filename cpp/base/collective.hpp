@@ -13,6 +13,13 @@
 
 namespace expertwire {
 
+// Collective. all_gather of the bootstrap, which may be anybody's: throws unless there is one string for each rank.
+std::vector<std::string> gather(Bootstrap& bootstrap, const std::string& mine);
+
+// A failure as ranks tell it to each other, and back; whatever others sent gives an error with a code that exists.
+std::string encode(const Error& failure);
+Error decode(const std::string& told);
+
 // Collective. Runs `step`, which holds no collective. Returns on every rank once it succeeded on all; if it threw on
 // any, throws on every rank one error that names those ranks, with the code of the first of them. If the collective fails
 // too, a rank throws what its own step threw.
@@ -23,7 +30,7 @@ template <typename T>
 std::vector<T> gather_values(Bootstrap& bootstrap, const T& mine) {
   static_assert(std::is_trivially_copyable_v<T>);
   std::vector<T> all;
-  for (const std::string& text : bootstrap.all_gather(std::string(reinterpret_cast<const char*>(&mine), sizeof mine))) {
+  for (const std::string& text : gather(bootstrap, std::string(reinterpret_cast<const char*>(&mine), sizeof mine))) {
     T one;
     if (text.size() != sizeof one) {
       throw Error(ErrorCode::Backend, "the group's all_gather returned " + std::to_string(text.size()) +

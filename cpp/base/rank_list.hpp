@@ -1,10 +1,12 @@
-// How error texts name ranks: "rank 2", "ranks 2, 3".
+// How many ranks there may be, and how error texts name them: "rank 2", "ranks 2, 3".
 #pragma once
 
 #include <string>
 #include <vector>
 
 namespace expertwire {
+
+constexpr int kMaxRanks = 1024;
 
 inline std::string rank_list(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <string>
 
+#include "base/rank_list.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire {
@@ -17,8 +18,9 @@ inline std::string seconds_text(double seconds) {
 }
 
 inline void check_bootstrap_arguments(int size, double timeout_s) {
-  if (size < 1) {
-    throw Error(ErrorCode::InvalidArgument, "size = " + std::to_string(size) + ": must be at least 1");
+  if (size < 1 || size > kMaxRanks) {
+    throw Error(ErrorCode::InvalidArgument,
+                "size = " + std::to_string(size) + ": must be between 1 and " + std::to_string(kMaxRanks));
   }
   if (!(timeout_s > 0.0 && timeout_s <= 1e6)) {
     throw Error(ErrorCode::InvalidArgument,

@@ -44,8 +44,8 @@ Error decode_error(const std::string& text) {
   BodyReader body(text);
   const auto code = static_cast<ErrorCode>(body.number());
   const std::string message = body.text();
-  std::vector<int> ranks(body.number());
-  for (int& rank : ranks) rank = static_cast<int>(body.number());
+  std::vector<int> ranks;
+  for (std::uint64_t left = body.number(); left > 0; --left) ranks.push_back(static_cast<int>(body.number()));
   return code == ErrorCode::PeerLost ? Error(message, ranks, "construct", 0) : Error(code, message);
 }
 
@@ -271,6 +271,7 @@ class HostServer final : public Bootstrap {
       fail(second_job(meeting_, "size = " + std::to_string(size) + who + ": rank 0" + process_text(::getpid()) +
                                     " has size = " + std::to_string(meeting_.size)));
     }
+    if (rank < 0 || rank >= size) fail(second_job(meeting_, "rank = " + std::to_string(rank) + who));
     const auto taken =
         std::find_if(peers_.begin(), peers_.end(), [&](const Peer& other) { return other.rank == rank; });
     if (rank == 0 || taken != peers_.end()) {

@@ -8,12 +8,13 @@
 #include <string_view>
 #include <utility>
 
+#include "base/collective.hpp"
+#include "base/rank_list.hpp"
 #include "core/placement.hpp"
 
 namespace expertwire {
 namespace {
 
-constexpr int kMaxRanks = 1024;
 constexpr int kMaxHiddenSize = 1 << 20;  // keeps every byte count of the layout within 64 bits
 constexpr int kMaxInFlight = 64;
 constexpr std::int64_t kMaxElements = std::int64_t{1} << 54;  // so do the largest sizes together
@@ -120,7 +121,7 @@ void check_sizes(const RuntimeConfig& config, int num_ranks) {
   check_range("hidden_size", config.hidden_size, 1, kMaxHiddenSize);
   check_range("num_topk", config.num_topk, 1, std::min(config.num_experts, kMaxTopk),
               "min(num_experts, " + std::to_string(kMaxTopk) + ")");
-  check_range("max_tokens_per_rank", config.max_tokens_per_rank, 1, (std::int64_t{1} << 31) / num_ranks - 1);
+  check_range("max_tokens_per_rank", config.max_tokens_per_rank, 1, INT32_MAX / num_ranks);
   check_range("max_in_flight", config.max_in_flight, 1, kMaxInFlight);
   check_range("dispatch_num_blocks", config.dispatch_num_blocks, 0, 1 << 20);
   check_range("combine_num_blocks", config.combine_num_blocks, 0, 1 << 20);
@@ -151,8 +152,9 @@ Shape make_shape(const RuntimeConfig& config, int num_ranks) {
 }
 
 // Fields on which all ranks must agree, as text. One line each, so that a difference can be shown as it is.
-std::vector<std::pair<std::string, std::string>> agreed_fields(const RuntimeConfig& config) {
+std::vector<std::pair<std::string, std::string>> agreed_fields(const RuntimeConfig& config, int num_ranks) {
   return {
+      {"the number of ranks", std::to_string(num_ranks)},
       {"num_experts", std::to_string(config.num_experts)},
       {"hidden_size", std::to_string(config.hidden_size)},
       {"num_topk", std::to_string(config.num_topk)},
@@ -203,29 +205,53 @@ struct Agreement {
   const char* failed;
 };
 
+// What one rank tells the others: lines of which the first two are its rank, and what failed or nothing.
+constexpr std::size_t kFirstField = 2;
+using Told = std::vector<std::string>;
+
+// Of every rank, in its place.
+std::vector<Told> tell(Bootstrap& bootstrap, const std::string& description, const std::optional<Error>& failure) {
+  std::string failed = failure ? encode(*failure) : std::string();
+  std::replace(failed.begin(), failed.end(), '\n', ' ');
+  const std::string mine = std::to_string(bootstrap.rank()) + "\n" + failed + "\n" + description;
+  std::vector<Told> all;
+  for (const std::string& text : gather(bootstrap, mine)) {
+    const std::string rank = std::to_string(all.size());
+    all.push_back(split_lines(text));
+    if (all.back().size() < kFirstField || all.back()[0] != rank) {
+      throw Error(ErrorCode::InvalidArgument, "the bootstrap's all_gather returned in place of rank " + rank +
+                                                  " what that rank did not pass: must be the strings of all ranks by "
+                                                  "rank(), which differs between them");
+    }
+  }
+  return all;
+}
+
 void agree(Bootstrap& bootstrap, const Agreement& agreement, const std::string& description,
            const std::optional<Error>& failure) {
-  std::string mine;  // one line: a digit for the code and the text of what failed, or nothing; then the description
-  if (failure) mine = std::to_string(static_cast<int>(failure->code())) + failure->what();
-  std::replace(mine.begin(), mine.end(), '\n', ' ');
-  std::vector<std::vector<std::string>> all;
-  for (const std::string& text : bootstrap.all_gather(mine + "\n" + description)) all.push_back(split_lines(text));
-  if (failure) return;  // the caller throws it
+  std::vector<Told> all;
+  try {
+    all = tell(bootstrap, description, failure);
+  } catch (const std::exception&) {
+    if (!failure) throw;
+  }
+  if (failure) return;  // the caller throws it: it is the cause, also where the group could not be told
 
   std::string differences;
   for (std::size_t field = 0; field < agreement.fields.size(); ++field) {
     RanksByValue ranks;
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      if (field + 1 < all[rank].size()) ranks[all[rank][field + 1]].push_back(static_cast<int>(rank));
+      if (kFirstField + field < all[rank].size())
+        ranks[all[rank][kFirstField + field]].push_back(static_cast<int>(rank));
     }
     if (ranks.size() > 1)
       differences.append(differences.empty() ? "" : "; ").append(agreement.fields[field] + " is " + to_text(ranks));
   }
   if (!differences.empty()) throw Error(ErrorCode::InvalidArgument, agreement.differ + (": " + differences));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty() || all[rank][0].empty()) continue;
-    throw Error(static_cast<ErrorCode>(all[rank][0][0] - '0'),
-                "rank " + std::to_string(rank) + " " + agreement.failed + ": " + all[rank][0].substr(1));
+    if (all[rank][1].empty()) continue;
+    const Error theirs = decode(all[rank][1]);
+    throw Error(theirs.code(), "rank " + std::to_string(rank) + " " + agreement.failed + ": " + theirs.what());
   }
 }
 
@@ -267,15 +293,15 @@ std::string Problem::id_bound() const {
   return bound + " = " + std::to_string(num_logical_experts);
 }
 
-std::string describe(const RuntimeConfig& config) {
+std::string describe(const RuntimeConfig& config, int num_ranks) {
   std::string lines;
-  for (const auto& field : agreed_fields(config)) lines.append(field.second).append("\n");
+  for (const auto& field : agreed_fields(config, num_ranks)) lines.append(field.second).append("\n");
   return lines;
 }
 
 void agree_on_config(Bootstrap& bootstrap, const std::string& description, const std::optional<Error>& failure) {
   Agreement agreement{{}, "ranks were constructed with different configurations", "could not be constructed"};
-  for (const auto& field : agreed_fields({})) agreement.fields.push_back(field.first);
+  for (const auto& field : agreed_fields({}, 0)) agreement.fields.push_back(field.first);
   agree(bootstrap, agreement, description, failure);
 }
 

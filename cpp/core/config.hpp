@@ -14,8 +14,8 @@ namespace expertwire {
 // InvalidArgument or Unsupported with the field, the value and what is allowed.
 Problem make_problem(const RuntimeConfig& config, int rank, int num_ranks);
 
-// The fields on which all ranks must agree, a value on each line.
-std::string describe(const RuntimeConfig& config);
+// What all ranks must agree on, a value on each line.
+std::string describe(const RuntimeConfig& config, int num_ranks);
 
 // Collective. `failure` is what ended this rank's part so far: with one, it only tells the others and returns. Throws if
 // another rank failed, or if ranks differ in a field, naming the field and each rank's value.

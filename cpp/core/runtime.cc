@@ -29,7 +29,7 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
   std::optional<Error> failure;  // what ended this rank's part: the others are told before it is thrown
   std::string description;
   try {
-    description = describe(config);
+    description = describe(config, bootstrap->size());
     impl_ = std::make_unique<Impl>();
     impl_->id = next_runtime_id();
     impl_->problem = make_problem(config, bootstrap->rank(), bootstrap->size());
@@ -57,7 +57,7 @@ DispatchHandle MoERuntime::Impl::take_lane(const LatencyDispatchRequest& request
   handle.lane_ = next_lane();
   handle.sequence_ = ++num_dispatches;
   handle.num_tokens_ = request.num_tokens;
-  lane_of(handle) = LaneUse{handle.sequence_, request.weights != nullptr, false, false};
+  lane_of(handle) = LaneUse{handle.sequence_, request.weights != nullptr};
   return handle;
 }
 
@@ -76,6 +76,7 @@ DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {
 
 void MoERuntime::combine(const LatencyCombineRequest& request) {
   impl_->backend->combine(request.handle.lane_, impl_->prepare_combine("combine", request));
+  impl_->lane_of(request.handle).has_combine = true;
 }
 
 DispatchHandle MoERuntime::dispatch_send(const LatencyDispatchRequest& request) {
@@ -101,7 +102,7 @@ void MoERuntime::combine_send(const LatencyCombineRequest& request) {
                 "one of the two only, or combine in one phase, or with DIRECT_SEND");
   }
   impl_->backend->send(request.handle.lane_, params);
-  use.combine_is_sent = true;
+  use.combine_is_sent = use.has_combine = true;
 }
 
 void MoERuntime::combine_receive(const DispatchHandle& handle, void* stream) {
@@ -115,6 +116,8 @@ bool MoERuntime::dispatch_done(const DispatchHandle& handle) {
 
 bool MoERuntime::combine_done(const DispatchHandle& handle) {
   impl_->require_own(handle);
+  const LaneUse& use = impl_->lane_of(handle);
+  if (use.sequence == handle.sequence_ && !use.has_combine) return false;
   return impl_->backend->has_arrived(Step::COMBINE, handle.lane());
 }
 
@@ -129,17 +132,23 @@ void MoERuntime::combine(const ThroughputCombineRequest&) {
 void MoERuntime::update_placement(const std::vector<int>& placement, void* stream, bool collective) {
   impl_->require_open("update_placement");
   if (impl_->bootstrap == nullptr) refuse("update_placement: only a communicator constructed with a placement has one");
+  Problem& problem = impl_->problem;
+  std::vector<i32> physical_of_logical;
+  std::vector<int> taken;
   std::optional<Error> failure;
   try {
     impl_->check_update(placement, stream);
+    physical_of_logical = physical_experts(placement, problem.config.experts_per_rank, problem.rank);
+    taken = placement;
   } catch (const Error& error) {
     failure = error;
+  } catch (const std::exception& error) {
+    failure = Error(ErrorCode::Backend, error.what());
   }
   if (collective) agree_on_placement(*impl_->bootstrap, placement, failure);
   if (failure) throw *failure;
-  Problem& problem = impl_->problem;
-  impl_->backend->update_placement(physical_experts(placement, problem.config.experts_per_rank, problem.rank), stream);
-  problem.config.placement = placement;
+  impl_->backend->update_placement(std::move(physical_of_logical), stream);
+  problem.config.placement = std::move(taken);
 }
 
 int MoERuntime::rank() const noexcept { return impl_->problem.rank; }

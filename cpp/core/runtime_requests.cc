@@ -105,9 +105,20 @@ void MoERuntime::Impl::check_dispatch_apart(const LatencyDispatchRequest& reques
   // The lane's outputs lie one behind the other: tokens, the rest, the combine input.
   const auto* base = static_cast<const std::byte*>(lane.tokens);
   const void* tokens_out = request.output_buffer != nullptr ? request.output_buffer : lane.tokens;
-  check_apart(read, {{"the tokens of this dispatch", tokens_out, plan.outputs.num_rows * row.payload_bytes},
-                     {"the scales and counts of this lane", base + plan.outputs.scales,
-                      plan.outputs.combine_input - plan.outputs.scales}});
+  const Range facts = {"the scales and counts of this lane", base + plan.outputs.scales,
+                       plan.outputs.combine_input - plan.outputs.scales};
+  const std::uint64_t token_bytes = plan.outputs.num_rows * row.payload_bytes;
+  check_apart(read, {{"the tokens of this dispatch", tokens_out, token_bytes}, facts});
+  check_apart({{"output_buffer", request.output_buffer, token_bytes}}, {facts});
+}
+
+std::uint64_t MoERuntime::Impl::ready_bytes(const ReadySignal& ready) const {
+  if (ready.words == nullptr) return 0;
+  const auto group = static_cast<std::uint64_t>(problem.num_ranks) *
+                     static_cast<std::uint64_t>(problem.config.max_tokens_per_rank),
+             block = static_cast<std::uint64_t>(ready.block_size_m);
+  const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
+  return (group + block - 1) / block * 4 * (rank_major ? 1 : static_cast<std::uint64_t>(problem.num_local_experts));
 }
 
 void MoERuntime::Impl::require_own(const DispatchHandle& handle) const {
@@ -174,7 +185,8 @@ void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const
   const auto tokens = static_cast<std::uint64_t>(request.num_tokens);
   const auto hidden_bytes = static_cast<std::uint64_t>(problem.config.hidden_size) * 2;
   check_apart({{"expert_output", request.expert_output, plan.outputs.combine_num_rows * hidden_bytes},
-               {"weights", request.weights, tokens * static_cast<std::uint64_t>(problem.config.num_topk) * 4}},
+               {"weights", request.weights, tokens * static_cast<std::uint64_t>(problem.config.num_topk) * 4},
+               {"ready_signal", request.ready.words, ready_bytes(request.ready)}},
               {{"out", request.out, tokens * hidden_bytes}});
   if (request.expert_output == nullptr && problem.num_local_experts > 0)
     refuse("expert_output is null: pass the rows or combine_input_buffer()");

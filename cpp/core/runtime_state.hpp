@@ -19,6 +19,7 @@ struct LaneUse {
   std::uint64_t sequence = 0;  // the dispatch whose output it holds
   bool dispatch_gave_weights = false;
   bool dispatch_is_sent = false, combine_is_sent = false;  // and not received
+  bool has_combine = false;                                // of that dispatch
 };
 
 struct MoERuntime::Impl {
@@ -54,6 +55,7 @@ struct MoERuntime::Impl {
   void check_stream(const void* stream) const;
   void check_overlap(const void* wait_event, int max_num_blocks) const;
   void check_ready(const ReadySignal& ready) const;
+  std::uint64_t ready_bytes(const ReadySignal& ready) const;
   void check_update(const std::vector<int>& placement, void* stream) const;
 };
 

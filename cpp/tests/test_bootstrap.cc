@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <thread>
 
@@ -273,6 +274,12 @@ void local_rank_gives_up() {
 
 void arguments() {
   check_throws(ErrorCode::InvalidArgument, "size = 0", [] { make_local_bootstraps(0); });
+  for (const int size : {1025, std::numeric_limits<int>::max()}) {
+    const std::string text = "size = " + std::to_string(size) + ": must be between 1 and 1024";
+    check_throws(ErrorCode::InvalidArgument, text, [&] { make_local_bootstraps(size); });
+    check_throws(ErrorCode::InvalidArgument, text, [&] { make_host_bootstrap(0, size, "k"); });
+    check_throws(ErrorCode::InvalidArgument, text, [&] { make_host_bootstrap(1, size, "k"); });
+  }
   check_throws(ErrorCode::InvalidArgument, "timeout_s = 0", [] { make_local_bootstraps(2, 0.0); });
   check_throws(ErrorCode::InvalidArgument, "timeout_s = nan", [] { make_host_bootstrap(0, 2, "k", std::stod("nan")); });
   check_throws(ErrorCode::InvalidArgument, "rank = 2: must be between 0 and size - 1 = 1",

@@ -1,4 +1,7 @@
 // Construction is all or nothing: when memory runs out on one rank, every rank throws, soon.
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
@@ -12,6 +15,7 @@
 
 #include "check.hpp"
 #include "expertwire/moe_runtime.hpp"
+#include "process.hpp"
 
 namespace {
 
@@ -126,10 +130,27 @@ void large_allocations_are_agreed_upon() {
   check(elapsed.count() < 30.0, "ranks waited for one that had failed");
 }
 
+// Going beyond the limit on files would end the process by a signal.
+void a_limit_on_files_is_told_to_all() {
+  const std::string key = "construction-" + std::to_string(::getpid());
+  check_processes(kNumRanks, [&key](int rank) {
+    const rlimit limit{1 << 16, RLIM_INFINITY};
+    if (rank == kShortOfMemory) check_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    RuntimeConfig config = make_config(6);
+    config.max_tokens_per_rank = 1 << 12;
+    const auto group = make_host_bootstrap(rank, kNumRanks, key, 20.0);
+    check_throws(ErrorCode::Backend, "at most 65536 bytes (ulimit -f)", [&] { MoERuntime(group, config); });
+    config.max_tokens_per_rank = 1;
+    config.max_in_flight = 1;
+    check(MoERuntime(group, config).is_available(), "one that keeps to the limit is refused");
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  return run_tests(
-      argc, argv,
-      {{"any_allocation", any_allocation}, {"large_allocations_are_agreed_upon", large_allocations_are_agreed_upon}});
+  return run_tests(argc, argv,
+                   {{"a_limit_on_files_is_told_to_all", a_limit_on_files_is_told_to_all},
+                    {"any_allocation", any_allocation},
+                    {"large_allocations_are_agreed_upon", large_allocations_are_agreed_upon}});
 }

@@ -77,6 +77,36 @@ void an_own_error_outlives_the_group() {
   check_throws(ErrorCode::PeerLost, "rank 0", [&] { succeed_together(*bootstraps[1], step(false)); });
 }
 
+// A collective of anybody's own that may return anything.
+class Mixed final : public Bootstrap {
+ public:
+  explicit Mixed(std::vector<std::string> answer) : answer_(std::move(answer)) {}
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  std::vector<std::string> all_gather(const std::string&) override { return answer_; }
+
+ private:
+  std::vector<std::string> answer_;
+};
+
+void answers_that_mean_nothing_are_refused() {
+  const auto no_step = [](std::vector<std::string> answer) {
+    return [answer = std::move(answer)] {
+      Mixed bootstrap(answer);
+      succeed_together(bootstrap, [] {});
+    };
+  };
+  const std::string needed = " strings: must be one for each of its size() = 2 ranks";
+  check_throws(ErrorCode::InvalidArgument, "all_gather returned 0" + needed, no_step({}));
+  check_throws(ErrorCode::InvalidArgument, "all_gather returned 3" + needed, no_step({"", "", ""}));
+  check_throws(ErrorCode::Backend, "rank 1: what it sent at set-up cannot be read", no_step({"", "\x7f"}));
+  check_throws(ErrorCode::Backend, "rank 1: what it sent at set-up cannot be read", no_step({"", "5 of no code"}));
+  check_throws(ErrorCode::Unsupported, "rank 1: not here", no_step({"", encode({ErrorCode::Unsupported, "not here"})}));
+  Mixed one({"12345678"}), other({"12345678", "1"});
+  check_throws(ErrorCode::InvalidArgument, "all_gather returned 1" + needed, [&] { gather_values(one, 1L); });
+  check_throws(ErrorCode::Backend, "returned 1 bytes, expected 8", [&] { gather_values(other, 1L); });
+}
+
 void values_are_gathered_by_rank() {
   const auto bootstraps = make_local_bootstraps(3);
   run_ranks(3, [&](int rank) {
@@ -200,6 +230,7 @@ int main(int argc, char** argv) {
   using namespace expertwire::test;
   return run_tests(argc, argv,
                    {{"steps_succeed_together", steps_succeed_together},
+                    {"answers_that_mean_nothing_are_refused", answers_that_mean_nothing_are_refused},
                     {"an_own_error_outlives_the_group", an_own_error_outlives_the_group},
                     {"values_are_gathered_by_rank", values_are_gathered_by_rank},
                     {"threads_receive_the_objects_themselves", threads_receive_the_objects_themselves},

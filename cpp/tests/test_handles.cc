@@ -152,6 +152,34 @@ void wrong_dispatch_requests_are_refused() {
   dispatch_refuses("topk_ids[1, 0] = 4", [](LatencyDispatchRequest& r) { r.topk_ids = beyond.data(); });
   dispatch_refuses("topk_ids[2", [](LatencyDispatchRequest& r) { r.topk_ids = twice.data(); });
   dispatch_refuses("x overlaps", [](LatencyDispatchRequest& r) { r.output_buffer = const_cast<void*>(r.x); });
+  dispatch_refuses("topk_ids_type = 2: must be one of INT32 INT64",
+                   [](LatencyDispatchRequest& r) { r.topk_ids_type = static_cast<IndexType>(2); });
+  dispatch_refuses("wait_event: the CPU backend has no events", [](LatencyDispatchRequest& r) { r.wait_event = &r; });
+  dispatch_refuses("max_num_blocks = -1: must be >= 0", [](LatencyDispatchRequest& r) { r.max_num_blocks = -1; });
+}
+
+// Rows of a dispatch may go anywhere but over what it tells of them.
+void outputs_of_a_dispatch_stay_apart() {
+  for (const auto layout : {DispatchLayout::EXPERT_MAJOR, DispatchLayout::RANK_MAJOR}) {
+    by_threads([layout](const std::shared_ptr<Bootstrap>& bootstrap) {
+      RuntimeConfig config = Rank::config(1);
+      config.output_layout = layout;
+      config.hidden_size = 128;
+      config.quant.format = DispatchDataType::FP8_E4M3;
+      MoERuntime runtime(bootstrap, config);
+      const LaneBuffers& lane = runtime.lane_buffers(0);
+      for (void* facts :
+           {lane.scales, static_cast<void*>(lane.num_tokens_per_expert), static_cast<void*>(lane.num_tokens_per_rank),
+            static_cast<void*>(lane.rank_ranges), static_cast<void*>(lane.source_token),
+            static_cast<void*>(lane.topk_ids), static_cast<void*>(lane.weights)}) {
+        if (facts == nullptr) continue;
+        LatencyDispatchRequest request;
+        request.output_buffer = facts;
+        check_throws(ErrorCode::InvalidArgument, "output_buffer overlaps the scales and counts of this lane",
+                     [&] { runtime.dispatch(request); });
+      }
+    });
+  }
 }
 
 void combine_refuses(const char* part, const std::function<void(LatencyCombineRequest&)>& spoil) {
@@ -176,6 +204,14 @@ void wrong_combine_requests_are_refused() {
   combine_refuses("out is misaligned", [](LatencyCombineRequest& r) { r.out = static_cast<std::byte*>(r.out) + 1; });
   combine_refuses("expert_output overlaps out", [](LatencyCombineRequest& r) { r.expert_output = r.out; });
   combine_refuses("stream: the CPU backend has no streams", [](LatencyCombineRequest& r) { r.stream = &r; });
+  combine_refuses("wait_event: the CPU backend has no events", [](LatencyCombineRequest& r) { r.wait_event = &r; });
+  combine_refuses("max_num_blocks = -5: must be >= 0", [](LatencyCombineRequest& r) { r.max_num_blocks = -5; });
+  combine_refuses("block_size_m = 0: must be >= 1",
+                  [](LatencyCombineRequest& r) { r.ready.words = static_cast<const std::int32_t*>(r.out); });
+  combine_refuses("ready_signal overlaps out", [](LatencyCombineRequest& r) {
+    // Two experts of three blocks each: the last word is the first of the output.
+    r.ready = {static_cast<const std::int32_t*>(r.out) - 5, kTokens * kRanks / 3, 1};
+  });
 }
 
 // Two dispatches and their combines under way; every order that would spoil one of them is refused, and they end well.
@@ -197,6 +233,7 @@ void two_phases_keep_their_order() {
     check(runtime.dispatch_done(second), "received and not done");
     runtime.dispatch_receive(first);
     check_throws(ErrorCode::InvalidHandle, "received before", [&] { runtime.dispatch_receive(first); });
+    check(!runtime.combine_done(first), "done before it was sent");
     runtime.combine_send(rank.combine_request(first));
     rank.combine_and_check(second);
     check_throws(ErrorCode::InvalidHandle, "dispatch: the combine of dispatch 1 in lane 0", [&] { rank.dispatch(); });
@@ -204,7 +241,10 @@ void two_phases_keep_their_order() {
     runtime.combine_receive(first);
     check(runtime.combine_done(first), "received and not done");
     check(rank.out == std::vector<std::uint16_t>(rank.out.size(), kTwo), "tokens did not come back doubled");
-    rank.combine_and_check(rank.dispatch());
+    const DispatchHandle third = rank.dispatch();
+    check(!runtime.combine_done(third), "the combine of an older dispatch counts");
+    rank.combine_and_check(third);
+    check(runtime.combine_done(third), "combined and not done");
   });
 }
 
@@ -233,6 +273,7 @@ int main(int argc, char** argv) {
                     {"a_foreign_handle_is_refused", a_foreign_handle_is_refused},
                     {"an_empty_handle_is_refused", an_empty_handle_is_refused},
                     {"wrong_dispatch_requests_are_refused", wrong_dispatch_requests_are_refused},
+                    {"outputs_of_a_dispatch_stay_apart", outputs_of_a_dispatch_stay_apart},
                     {"wrong_combine_requests_are_refused", wrong_combine_requests_are_refused},
                     {"two_phases_keep_their_order", two_phases_keep_their_order},
                     {"a_closed_runtime_refuses", a_closed_runtime_refuses}});

@@ -1,7 +1,12 @@
 // Making a MoERuntime, through the public headers alone: what a runtime says of itself, and that what is refused is refused
 // on every rank and leaves the group of use. test_config.cc goes through all fields.
+#include <algorithm>
 #include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -121,6 +126,92 @@ void a_bootstrap_is_needed() {
   check_throws(ErrorCode::InvalidArgument, "bootstrap is null", [] { MoERuntime(nullptr, make_config()); });
 }
 
+// A group of anybody's own over a right one: `spoil` changes what a collective returns, by its number, or throws.
+class Strange final : public Bootstrap {
+ public:
+  using Spoil = std::function<void(int, std::vector<std::string>&)>;
+  Strange(std::shared_ptr<Bootstrap> inner, Spoil spoil)
+      : rank_of(inner->rank()), size_of(inner->size()), inner_(std::move(inner)), spoil_(std::move(spoil)) {}
+  int rank() const override { return rank_of; }
+  int size() const override { return size_of; }
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    auto all = inner_->all_gather(mine);
+    spoil_(num_calls++, all);
+    return all;
+  }
+  int rank_of, size_of, num_calls = 0;
+
+ private:
+  std::shared_ptr<Bootstrap> inner_;
+  Spoil spoil_;
+};
+
+// Whatever a collective returns, and at whichever step: construction ends with an error whose code exists.
+void wrong_answers_of_a_group_are_refused() {
+  const std::vector<std::pair<const char*, std::function<void(std::vector<std::string>&)>>> kinds{
+      {"none", [](auto& all) { all.clear(); }},
+      {"too few", [](auto& all) { all.pop_back(); }},
+      {"too many", [](auto& all) { all.push_back(all.front()); }},
+      {"others' words", [](auto& all) { all.assign(all.size(), "\x7fwords"); }},
+      {"code of no error", [](auto& all) { all.assign(all.size(), "9"); }}};
+  for (const auto& [kind, spoil] : kinds) {
+    for (int step = 0, num_steps = 1; step < num_steps; ++step) {
+      const auto group = std::make_shared<Strange>(make_local_bootstraps(1)[0], [&, step](int call, auto& all) {
+        if (call == step) spoil(all);
+      });
+      std::optional<Error> thrown;
+      try {
+        const MoERuntime runtime(group, make_config());
+      } catch (const Error& error) {
+        thrown = error;
+      }
+      num_steps = std::max(num_steps, group->num_calls + (thrown ? 1 : 0));
+      check(thrown.has_value() == (step < group->num_calls), std::string(kind) + " at step " + std::to_string(step));
+      check(!thrown || thrown->code() == ErrorCode::InvalidArgument || thrown->code() == ErrorCode::Backend,
+            std::string("another code: ") + (thrown ? thrown->what() : ""));
+    }
+  }
+}
+
+void ranks_must_agree_on_who_they_are() {
+  by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
+    const auto group = std::make_shared<Strange>(bootstrap, [](int, auto&) {});
+    group->rank_of = 0;
+    check_throws(ErrorCode::InvalidArgument, "in place of rank 1 what that rank did not pass",
+                 [&] { MoERuntime(group, make_config()); });
+    group->rank_of = bootstrap->rank();
+    group->size_of = bootstrap->rank() == 0 ? 2 : 4;
+    check_throws(ErrorCode::InvalidArgument,
+                 bootstrap->rank() == 0 ? "the number of ranks is 2 on rank 0; 4 on rank 1"
+                                        : "returned 2 strings: must be one for each of its size() = 4 ranks",
+                 [&] { MoERuntime(group, make_config()); });
+    check(MoERuntime(bootstrap, make_config()).is_available(), "a right group is refused after wrong ones");
+  });
+}
+
+// What the group throws goes through, unless this rank has a mistake of its own to tell.
+void a_group_that_throws() {
+  const auto throwing = [](int at) {
+    return std::make_shared<Strange>(make_local_bootstraps(1)[0], [at](int call, auto&) {
+      if (call == at) throw std::range_error("no network");
+    });
+  };
+  for (int step = 0; step < 3; ++step) {
+    std::string thrown;
+    try {
+      const MoERuntime runtime(throwing(step), make_config());
+    } catch (const std::range_error& error) {
+      thrown = error.what();
+    }
+    check_equal(thrown, std::string("no network"));
+  }
+  RuntimeConfig wrong = make_config();
+  wrong.hidden_size = 100;
+  check_throws(ErrorCode::InvalidArgument, "hidden_size = 100", [&] { MoERuntime(throwing(0), wrong); });
+  const auto alone = make_local_bootstraps(2, 0.1)[0];  // nobody else comes
+  check_throws(ErrorCode::InvalidArgument, "hidden_size = 100", [&] { MoERuntime(alone, wrong); });
+}
+
 // Rows that a token of each rank for logical expert 0 gives the local experts of this rank.
 std::vector<int> rows_of_expert_0(MoERuntime& runtime) {
   const std::vector<std::uint16_t> x(128, 0x3F80);
@@ -184,6 +275,9 @@ int main(int argc, char** argv) {
                     {"wrong_configurations_are_refused_on_every_rank", wrong_configurations_are_refused_on_every_rank},
                     {"one_wrong_rank_is_told_to_all", one_wrong_rank_is_told_to_all},
                     {"a_bootstrap_is_needed", a_bootstrap_is_needed},
+                    {"wrong_answers_of_a_group_are_refused", wrong_answers_of_a_group_are_refused},
+                    {"ranks_must_agree_on_who_they_are", ranks_must_agree_on_who_they_are},
+                    {"a_group_that_throws", a_group_that_throws},
                     {"placements_are_replaced", placements_are_replaced},
                     {"throughput_requests_are_refused", throughput_requests_are_refused}});
 }

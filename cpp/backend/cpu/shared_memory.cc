@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/file_limit.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire::cpu {
@@ -49,6 +50,11 @@ Mapping map_private(std::size_t bytes) {
 }
 
 std::shared_ptr<Segment> create_segment(std::size_t bytes) {
+  if (const std::uint64_t most = largest_file_bytes(); bytes > most) {
+    throw Error(ErrorCode::Backend, "shared memory of " + std::to_string(bytes) +
+                                        " bytes: this process may make files of at most " + std::to_string(most) +
+                                        " bytes (ulimit -f)");
+  }
   auto segment = std::make_shared<Segment>();
   segment->descriptor = Descriptor(memfd_create("expertwire", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const int fd = segment->descriptor.get();

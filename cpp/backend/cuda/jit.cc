@@ -22,6 +22,7 @@
 #include "backend/cuda/driver.hpp"
 #include "backend/cuda/embedded_kernels.hpp"
 #include "base/env.hpp"
+#include "base/file_limit.hpp"
 #include "expertwire/error.hpp"
 #include "expertwire/version.hpp"
 
@@ -78,6 +79,7 @@ std::optional<std::string> read_file(const std::filesystem::path& path) {
 }
 
 bool write_file(const std::filesystem::path& path, const std::string& bytes) {
+  if (bytes.size() > largest_file_bytes()) return false;
   File file(std::fopen(path.c_str(), "wb"), &std::fclose);
   if (file == nullptr) return false;
   const bool is_written = std::fwrite(bytes.data(), 1, bytes.size(), file.get()) == bytes.size();

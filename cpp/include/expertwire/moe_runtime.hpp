@@ -51,7 +51,8 @@ struct LatencyDispatchRequest {
   const float* weights = nullptr;
   /// T, 0 to M; may differ between ranks and calls.
   int num_tokens = 0;
-  /// Where received rows go instead of LaneBuffers::tokens; of its shape, the caller's.
+  /// Where received rows go instead of LaneBuffers::tokens; of its shape, the caller's, and apart from the other buffers
+  /// of the lane that dispatch writes.
   void* output_buffer = nullptr;
   /// CUDA: the stream (cudaStream_t or CUstream; null is the default stream) that the operation is put on. It must live
   /// until the runtime's next operation on another stream, or close(). Must be null on the CPU.
@@ -117,7 +118,7 @@ struct ThroughputCombineRequest {
 /// and the call does not wait for the GPU; operations of one runtime run one after another also when their streams
 /// differ. Both may be captured into a graph.
 ///
-/// **Errors.** All are Error, but for std::bad_alloc after construction. What the host can see is checked before
+/// **Errors.** All are Error, but for std::bad_alloc after construction and what a bootstrap of the caller's throws. What the host can see is checked before
 /// anything is sent: such a call counts for nothing, the peers wait within timeout_s for this rank's corrected one, and
 /// the runtime stays usable. Once a peer is lost under PeerLossPolicy::RAISE every later operation throws PeerLost.
 /// After close() operations throw InvalidArgument.
@@ -174,10 +175,11 @@ class MoERuntime {
   /// @param handle  of the dispatch that was combined
   /// @throws Error InvalidHandle if there is nothing to receive for the handle; PeerLost
   void combine_receive(const DispatchHandle& handle, void* stream = nullptr);
-  /// Before dispatch_receive: whether it would not wait (CPU); false (CUDA). After it: whether the outputs are there.
+  /// Before dispatch_receive: whether it would not wait (CPU); false (CUDA). After it: whether the outputs are there. A
+  /// stale handle gets the answer for the dispatch that uses its lane now.
   /// @throws Error InvalidHandle if the handle is empty or of another runtime
   bool dispatch_done(const DispatchHandle& handle);
-  /// The same of the combine that was sent last for the handle.
+  /// The same of the combine that was sent last for the handle; false if none was.
   bool combine_done(const DispatchHandle& handle);
   /// @}
 

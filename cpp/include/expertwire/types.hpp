@@ -72,7 +72,8 @@ struct Device {
   int index = 0;
 };
 
-/// Everything that describes a runtime but its group. Checked whole at construction, against itself and against R.
+/// Everything that describes a runtime but its group. Checked whole at construction, against itself and against R,
+/// which is 1 to 1024.
 /// Equal on all ranks but for validate, two_phase, device.index and the numbers of blocks. What a backend does not do yet is
 /// refused with Unsupported; README.md has the list.
 struct RuntimeConfig {
@@ -82,7 +83,7 @@ struct RuntimeConfig {
   int hidden_size = 0;
   /// K, 1 to min(E, 32).
   int num_topk = 0;
-  /// M, at least 1, R * M below 2^31. EXPERT_MAJOR: max(L) * R * M below 2^31 too.
+  /// M, at least 1, R * M below 2^31, R * M * K * H at most 2^54. EXPERT_MAJOR: max(L) * R * M below 2^31 too.
   int max_tokens_per_rank = 0;
   /// Experts of each rank, contiguous by rank. Empty: E / R each, if R divides E. Otherwise R counts >= 0 that sum to
   /// E.
@@ -98,7 +99,7 @@ struct RuntimeConfig {
   QuantConfig quant;
   /// RANK_MAJOR: what stands in topk_ids for "no local expert". Outside [0, E).
   int invalid_token_expert_id = -1;
-  /// CUDA: blocks of a grid, 0 chooses. No effect on the CPU.
+  /// CUDA: blocks of a grid, at most 2^20; 0 chooses. No effect on the CPU.
   int dispatch_num_blocks = 0;
   int combine_num_blocks = 0;
   /// F, 1 to 64: lanes, used in turn. A dispatch's output and handle live until F newer dispatches.

@@ -47,17 +47,55 @@ std::string exchange(const std::shared_ptr<Bootstrap>& group) {
   return combined == std::vector<std::uint16_t>(kTokens * kHidden, 0x4000) ? "" : "the sum is not 2.0";
 }
 
+// What an attempt to make a group said; it must be refused, where MPI itself would end the program.
+std::string refusal(MPI_Comm comm) {
+  try {
+    make_mpi_bootstrap(comm);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::InvalidArgument) return error.what();
+  }
+  return "not refused";
+}
+
+std::string check_refusal(MPI_Comm comm, const std::string& part) {
+  const std::string text = refusal(comm);
+  return text.find(part) == std::string::npos ? "wanted a refusal with '" + part + "', got: " + text : "";
+}
+
+// Every process is a group of its own on one side, and knows its neighbour's on the other.
+std::string check_intercommunicator() {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm alone = MPI_COMM_NULL, both = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, rank, 0, &alone);
+  MPI_Intercomm_create(alone, 0, MPI_COMM_WORLD, 1 - rank, 0, &both);
+  std::string wrong = check_refusal(both, "comm is an intercommunicator");
+  MPI_Comm_free(&both);
+  MPI_Comm_free(&alone);
+  return wrong;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::string wrong = check_refusal(MPI_COMM_WORLD, "must be between MPI_Init and MPI_Finalize");
   MPI_Init(&argc, &argv);
-  std::string wrong;
+  std::shared_ptr<Bootstrap> outlives;
   try {
-    wrong = exchange(make_mpi_bootstrap());
+    outlives = make_mpi_bootstrap();
+    wrong += exchange(outlives);
   } catch (const Error& error) {
-    wrong = error.what();
+    wrong += error.what();
   }
+  wrong += check_refusal(MPI_COMM_NULL, "comm is MPI_COMM_NULL");
+  wrong += check_intercommunicator();
   MPI_Finalize();
+  wrong += check_refusal(MPI_COMM_WORLD, "must be between MPI_Init and MPI_Finalize");
+  try {
+    outlives->barrier();
+    wrong += "a collective after MPI_Finalize was not refused";
+  } catch (const Error&) {
+  }
   if (!wrong.empty()) std::cerr << wrong << '\n';
   return wrong.empty() ? 0 : 1;
 }

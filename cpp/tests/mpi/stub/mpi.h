@@ -1,4 +1,4 @@
-// The part of MPI's interface that mpi_bootstrap.hpp uses, for the compiler alone: machines without MPI check the header
+// The part of MPI's interface that mpi_bootstrap.hpp and its test use, for the compiler alone: machines without MPI check the header
 // too. Types are classes of their own, so that none stands in for another.
 #pragma once
 
@@ -21,8 +21,12 @@ constexpr std::size_t MPI_MAX_ERROR_STRING = 256;
 
 int MPI_Init(int*, char***);
 int MPI_Finalize();
+int MPI_Initialized(int*);
 int MPI_Finalized(int*);
 int MPI_Comm_dup(MPI_Comm, MPI_Comm*);
+int MPI_Comm_test_inter(MPI_Comm, int*);
+int MPI_Comm_split(MPI_Comm, int, int, MPI_Comm*);
+int MPI_Intercomm_create(MPI_Comm, int, MPI_Comm, int, int, MPI_Comm*);
 int MPI_Comm_free(MPI_Comm*);
 int MPI_Comm_rank(MPI_Comm, int*);
 int MPI_Comm_size(MPI_Comm, int*);
