@@ -2,15 +2,19 @@
 
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "expertwire/moe_runtime.hpp"
+#include "memory.hpp"
 
 namespace {
 
@@ -120,15 +124,27 @@ class Layer {
 
 }  // namespace
 
-int run_layer(std::shared_ptr<expertwire::Bootstrap> bootstrap, Memory& memory) {
+int parse_num_ranks(int argc, char** argv) {
+  constexpr int kMost = 64;
+  const std::string_view given = argc > 1 ? argv[1] : "4";
+  int num_ranks = 0;
+  const auto [end, error] = std::from_chars(given.data(), given.data() + given.size(), num_ranks);
+  const bool is_number = error == std::errc() && end == given.data() + given.size();
+  if (argc <= 2 && is_number && num_ranks >= 1 && num_ranks <= kMost) return num_ranks;
+  std::cerr << argv[0] << ' ' << given << ": must be one number of ranks from 1 to " << kMost << '\n';
+  return 0;
+}
+
+int run_layer(std::shared_ptr<expertwire::Bootstrap> bootstrap) {
   std::ostringstream line;  // printed at once: ranks share the terminal
   line << "rank " << bootstrap->rank() << " of " << bootstrap->size();
   int num_wrong = 0;
   try {
-    Layer layer(bootstrap, memory);
+    const std::unique_ptr<Memory> memory = make_memory(bootstrap->rank());
+    Layer layer(bootstrap, *memory);
     for (int step = 0; step < kSteps; ++step) num_wrong += layer.run(step);
-    const bool on_gpu = memory.device().type == expertwire::DeviceType::CUDA;
-    line << (on_gpu ? " on GPU " + std::to_string(memory.device().index) : " on the CPU") << ": " << num_wrong
+    const bool on_gpu = memory->device().type == expertwire::DeviceType::CUDA;
+    line << (on_gpu ? " on GPU " + std::to_string(memory->device().index) : " on the CPU") << ": " << num_wrong
          << " elements wrong\n";
   } catch (const std::exception& error) {
     line << ": " << error.what() << '\n';

@@ -8,8 +8,7 @@ int main(int argc, char** argv) {
   int status = 1;
   {
     const auto bootstrap = expertwire::make_mpi_bootstrap();  // goes before MPI does
-    const auto memory = make_memory(bootstrap->rank());
-    status = run_layer(bootstrap, *memory);
+    status = run_layer(bootstrap);
   }
   MPI_Finalize();
   return status;

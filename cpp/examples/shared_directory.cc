@@ -4,7 +4,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <iostream>
 #include <memory>
 #include <stdexcept>
@@ -23,13 +22,12 @@ std::filesystem::path make_directory() {
 
 // The number of processes that failed.
 int run_processes(int num_ranks, const std::filesystem::path& directory) {
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    if (fork() == 0) {
-      const auto memory = make_memory(rank);
-      _exit(run_layer(std::make_shared<SharedDirectoryBootstrap>(rank, num_ranks, directory), *memory));
-    }
-  }
   int num_failed = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const pid_t child = fork();
+    if (child == 0) _exit(run_layer(std::make_shared<SharedDirectoryBootstrap>(rank, num_ranks, directory)));
+    num_failed += child < 0;
+  }
   for (int status = 0; wait(&status) > 0;) num_failed += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
   return num_failed;
 }
@@ -49,7 +47,8 @@ bool names_who_is_missing(const std::filesystem::path& directory) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int num_ranks = argc > 1 ? std::atoi(argv[1]) : 4;
+  const int num_ranks = parse_num_ranks(argc, argv);
+  if (num_ranks == 0) return 2;
   const std::filesystem::path exchange = make_directory(), lonely = make_directory();
   const bool good = run_processes(num_ranks, exchange) == 0 && names_who_is_missing(lonely);
   std::filesystem::remove_all(exchange);
