@@ -1,9 +1,11 @@
 // Making a MoERuntime, through the public headers alone: what a runtime says of itself, and that what is refused is refused
 // on every rank and leaves the group of use. test_config.cc goes through all fields.
 #include <algorithm>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -212,6 +214,58 @@ void a_group_that_throws() {
   check_throws(ErrorCode::InvalidArgument, "hidden_size = 100", [&] { MoERuntime(alone, wrong); });
 }
 
+template <typename Struct, typename... Members>
+std::vector<std::size_t> layout_of(Members Struct::*... members) {
+  const Struct object{};
+  const auto offset = [&](const auto& member) {
+    return static_cast<std::size_t>(reinterpret_cast<const char*>(&member) - reinterpret_cast<const char*>(&object));
+  };
+  return {sizeof(Struct), offset(object.*members)...};
+}
+
+// What programs that are built against 0.1 have compiled in: the size of each struct, then where its members lie. Once 0.1
+// is released, only another minor version may change these numbers (docs/cpp.md).
+void structs_lie_as_promised() {
+  using D = LatencyDispatchRequest;
+  using C = LatencyCombineRequest;
+  using L = LaneBuffers;
+  using S = RuntimeStats;
+  using R = RuntimeConfig;
+  const std::vector<std::pair<std::vector<std::size_t>, std::vector<std::size_t>>> promises{
+      {layout_of(&R::num_experts, &R::hidden_size, &R::num_topk, &R::max_tokens_per_rank, &R::experts_per_rank,
+                 &R::placement, &R::mode, &R::output_layout, &R::combine_mode, &R::quant, &R::invalid_token_expert_id,
+                 &R::dispatch_num_blocks, &R::combine_num_blocks, &R::max_in_flight, &R::validate, &R::two_phase,
+                 &R::device, &R::timeout_s, &R::on_peer_loss),
+       {136, 0, 4, 8, 12, 16, 40, 64, 68, 72, 76, 92, 96, 100, 104, 108, 109, 112, 120, 128}},
+      {layout_of(&QuantConfig::format, &QuantConfig::round_scale_pow2, &QuantConfig::scale_format,
+                 &QuantConfig::scale_layout),
+       {16, 0, 4, 8, 12}},
+      {layout_of(&Device::type, &Device::index), {8, 0, 4}},
+      {layout_of(&D::x, &D::block_scales, &D::topk_ids, &D::topk_ids_type, &D::weights, &D::num_tokens,
+                 &D::output_buffer, &D::stream, &D::wait_event, &D::max_num_blocks),
+       {80, 0, 8, 16, 24, 32, 40, 48, 56, 64, 72}},
+      {layout_of(&C::expert_output, &C::handle, &C::weights, &C::out, &C::num_tokens, &C::stream, &C::wait_event,
+                 &C::max_num_blocks, &C::ready),
+       {96, 0, 8, 32, 40, 48, 56, 64, 72, 80}},
+      {layout_of(&ReadySignal::words, &ReadySignal::block_size_m, &ReadySignal::value), {16, 0, 8, 12}},
+      {layout_of(&L::tokens, &L::scales, &L::num_tokens_per_expert, &L::num_tokens_per_rank, &L::rank_ranges,
+                 &L::source_token, &L::topk_ids, &L::weights, &L::combine_input),
+       {72, 0, 8, 16, 24, 32, 40, 48, 56, 64}},
+      {layout_of(&MemoryBytes::shared, &MemoryBytes::outputs, &MemoryBytes::private_), {24, 0, 8, 16}},
+      {layout_of(&S::dispatch_calls, &S::combine_calls, &S::bytes_sent, &S::bytes_received, &S::timeouts,
+                 &S::expert_tokens, &S::source_wait_seconds),
+       {88, 0, 8, 16, 24, 32, 40, 64}},
+      {{sizeof(DispatchHandle), sizeof(MoERuntime), sizeof(Bootstrap), sizeof(Error)}, {24, 8, 8, 88}}};
+  std::ostringstream differences;
+  for (std::size_t i = 0; i < promises.size(); ++i) {
+    if (promises[i].first == promises[i].second) continue;
+    differences << "\nnumber " << i << " is now {";
+    for (const std::size_t number : promises[i].first) differences << number << ", ";
+    differences << "}";
+  }
+  check_equal(differences.str(), std::string());
+}
+
 // Rows that a token of each rank for logical expert 0 gives the local experts of this rank.
 std::vector<int> rows_of_expert_0(MoERuntime& runtime) {
   const std::vector<std::uint16_t> x(128, 0x3F80);
@@ -275,6 +329,7 @@ int main(int argc, char** argv) {
                     {"wrong_configurations_are_refused_on_every_rank", wrong_configurations_are_refused_on_every_rank},
                     {"one_wrong_rank_is_told_to_all", one_wrong_rank_is_told_to_all},
                     {"a_bootstrap_is_needed", a_bootstrap_is_needed},
+                    {"structs_lie_as_promised", structs_lie_as_promised},
                     {"wrong_answers_of_a_group_are_refused", wrong_answers_of_a_group_are_refused},
                     {"ranks_must_agree_on_who_they_are", ranks_must_agree_on_who_they_are},
                     {"a_group_that_throws", a_group_that_throws},

@@ -141,7 +141,7 @@ class MoERuntime {
   /// Collective. Sends this rank's tokens to the ranks of their experts, and receives those for its own into the
   /// buffers of next_lane().
   /// @return the handle that combine takes
-  /// @throws Error InvalidArgument, PeerLost
+  /// @throws Error InvalidArgument; InvalidHandle while the lane holds what was sent and not received; PeerLost
   DispatchHandle dispatch(const LatencyDispatchRequest& request);
   /// Collective, with the handle of the same dispatch on every rank. Returns expert outputs to their tokens' ranks,
   /// which sum them into request.out.
@@ -161,7 +161,7 @@ class MoERuntime {
   /// @{
 
   /// Sends this rank's tokens. The handle is good for dispatch_receive, and after that for combine.
-  /// @throws Error as dispatch; InvalidHandle; Unsupported
+  /// @throws Error as dispatch; Unsupported
   DispatchHandle dispatch_send(const LatencyDispatchRequest& request);
   /// Receives into the buffers of the handle's lane, or into output_buffer of the request.
   /// @param stream  CUDA: what the receive is put on; it runs after all earlier operations of this runtime
@@ -223,6 +223,7 @@ class MoERuntime {
   void* combine_input_buffer() const;
 
   /// On CUDA this waits for a copy of the counters, which may run beside operations under way and count them in part.
+  /// @throws Error Backend (CUDA)
   RuntimeStats stats() const;
   MemoryBytes memory_bytes() const noexcept;
   /// Ranks that this rank has lost so far, in ascending order.
