@@ -149,7 +149,8 @@ struct RuntimeStats {
   std::uint64_t bytes_received = 0;
   std::uint64_t timeouts = 0;
   std::vector<std::uint64_t> expert_tokens;  ///< [L] rows received for each local (physical) expert
-  std::vector<double> source_wait_seconds;   ///< [R] time spent waiting for each rank
+  std::vector<double>
+      source_wait_seconds;  ///< [R] time spent waiting for each rank; CUDA: in an operation, until it was in it, too
 };
 
 }  // namespace expertwire
