@@ -181,13 +181,14 @@ def _come_late(group: ew.Group, place: Place, case: Case, barrier: threading.Bar
     with communicator(group, case, place) as comm:
         given = case.inputs()[comm.rank]
         exchange(comm, given)
-        before = comm.stats().source_wait_seconds
+        (counters,) = comm.get_source_wait_counters()
+        before = counters.clone()
         barrier.wait()
         if comm.rank == LATE:
             time.sleep(LATE_BY_S)
         exchange(comm, given)
-        after = comm.stats().source_wait_seconds
-        return tuple(end - start for start, end in zip(before, after, strict=True))
+        assert comm.stats().source_wait_seconds == tuple(ns * 1e-9 for ns in counters.tolist())
+        return tuple(ns * 1e-9 for ns in (counters - before).tolist())
 
 
 @EVERY_WAY
