@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -171,3 +172,30 @@ def test_stats_count_what_the_cpu_counts(way: tuple) -> None:
     case = Case(f"stats-{way_name(*way)}", (5, 0, 7), 6, 64, 3, layout=way[0], combine_mode=way[1], ids="half")
     on_cpu = run_threads(_count, 3, None, case)
     assert run_virtual(_count, share(3), case) == on_cpu
+
+
+LATE, LATE_BY_S = 1, 0.2
+
+
+def _come_late(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier) -> tuple[float, ...]:
+    with communicator(group, case, place) as comm:
+        given = case.inputs()[comm.rank]
+        exchange(comm, given)
+        (counters,) = comm.get_source_wait_counters()
+        before = counters.clone()
+        barrier.wait()
+        if comm.rank == LATE:
+            time.sleep(LATE_BY_S)
+        exchange(comm, given)
+        assert comm.stats().source_wait_seconds == tuple(ns * 1e-9 for ns in counters.tolist())
+        return tuple(ns * 1e-9 for ns in (counters - before).tolist())
+
+
+@EVERY_WAY
+def test_the_rank_that_all_wait_for_is_seen_by_all(way: tuple) -> None:
+    case = Case(f"late-{way_name(*way)}", (5, 4, 7), 6, 64, 3, layout=way[0], combine_mode=way[1])
+    of_ranks = run_virtual(_come_late, share(3), case, threading.Barrier(3, timeout=60))
+    for rank, waited in enumerate(of_ranks):
+        assert waited[rank] == 0.0
+        for other in range(3):
+            assert (waited[other] > 0.5 * LATE_BY_S) == (other == LATE != rank), of_ranks

@@ -17,6 +17,7 @@
 #   PYTHON=python3   which Python
 #   JOBS=            processes that compile kernels; none given: one for each core
 #   LIMIT_S=400      bound of all tests together, seconds
+#   ONLY="a b"       these groups alone, by the names in the table; for a second run of what the first had no time for
 #   WORK=folder      keep the build there and use it again, instead of a temporary folder
 set -euo pipefail
 
@@ -33,7 +34,7 @@ if [[ $# -lt 1 || $1 == -* ]]; then
   sed -n '2,/^set/{/^#/{s/^# \{0,1\}//p}}' "$0" >&2
   exit 2
 fi
-command="tools/gpu_check.sh ${sanitizer:+--sanitizer }$*"
+command="${ONLY:+ONLY=\"$ONLY\" }tools/gpu_check.sh ${sanitizer:+--sanitizer }$*"
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
@@ -83,6 +84,7 @@ num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 # the journal NAME.jsonl or the time is up.
 run() {
   local name=$1 started=$SECONDS end=$((SECONDS + $2)) status journal=$work/results/$1.jsonl log=$work/results/$1.log
+  [[ -z ${ONLY:-} || " $ONLY " == *" $name "* ]] || return 0
   shift 2
   ((end < deadline)) || end=$deadline
   while true; do
@@ -101,7 +103,8 @@ if [[ -n $sanitizer ]]; then
   # Launches are not forced to end one by one, for ranks wait for each other. Where the tool makes them do so, the cases of
   # two ranks on one GPU fail with a time-out; those of one rank, and of a GPU for each of two, need nothing at once.
   alone=(tests/test_cuda.py::test_one_rank_with_the_whole_gpu)
-  together=(tests/test_cuda.py::test_any_grid_gives_the_same_bits\[{expert-reduce,rank-direct}-2\])
+  together=(tests/test_cuda.py::test_any_grid_gives_the_same_bits\[{expert,rank}-{reduce,direct}-2\]
+    tests/test_cuda_faults.py tests/test_cuda_two_phase.py::test_both_phases_in_a_graph)
   for tool in memcheck racecheck; do
     say "$tool"
     under=(compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 --launch-timeout 0 --print-limit 20)

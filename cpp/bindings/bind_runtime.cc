@@ -64,7 +64,7 @@ class GuardedRuntime {
 
 using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 
-void* lane_field(const LaneBuffers& lane, const std::string& field) {
+const void* lane_field(const LaneBuffers& lane, const std::string& field) {
   if (field == "tokens") return lane.tokens;
   if (field == "scales") return lane.scales;
   if (field == "num_tokens_per_expert") return lane.num_tokens_per_expert;
@@ -74,6 +74,7 @@ void* lane_field(const LaneBuffers& lane, const std::string& field) {
   if (field == "topk_ids") return lane.topk_ids;
   if (field == "weights") return lane.weights;
   if (field == "combine_input") return lane.combine_input;
+  if (field == "source_wait_ns") return lane.source_wait_ns;
   throw Error(ErrorCode::InvalidArgument, "field = \"" + field + "\": not a member of LaneBuffers");
 }
 
@@ -87,11 +88,11 @@ Bytes lane_bytes(nb::pointer_and_handle<GuardedRuntime> self, int lane, const st
   const MoERuntime& runtime = self.p->facts();
   if (runtime.config().device.type != DeviceType::CPU)
     throw Error(ErrorCode::InvalidArgument, "lane_bytes: lane buffers of a GPU are not for NumPy; use lane_address");
-  void* address = lane_field(runtime.lane_buffers(lane), field);
+  const void* address = lane_field(runtime.lane_buffers(lane), field);
   if (address == nullptr && num_bytes > 0) {
     throw Error(ErrorCode::InvalidArgument, "field = \"" + field + "\": unused with this configuration");
   }
-  return Bytes(address, {num_bytes}, self.h);
+  return Bytes(const_cast<void*>(address), {num_bytes}, self.h);
 }
 
 template <typename Request, typename Address>

@@ -11,11 +11,11 @@ from expertwire import _core
 from expertwire.arguments import ArgumentReader, CombineArguments, DispatchArguments
 from expertwire.communicator_facts import CommunicatorFacts
 from expertwire.config import parse_bool, parse_placement, resolved, to_core
-from expertwire.errors import HandleError, InvalidArgumentError
+from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
 from expertwire.groups import Group
 from expertwire.interop.arrays import ArrayAdapter, adapter_of
 from expertwire.interop.cuda import current_stream
-from expertwire.lanes import lane_outputs, lane_shapes
+from expertwire.lanes import lane_outputs, lane_shapes, lane_wait_counters
 from expertwire.nvrtc import use_installed_nvrtc
 from expertwire.overlap import OverlapConfig
 from expertwire.requests import MoERequest, SentOperation, SentOperations
@@ -266,6 +266,24 @@ class MoECommunicator(CommunicatorFacts):
         runtime = self._open_runtime("get_combine_input_buffer")
         adapter = adapter_of(framework, self._device)
         return adapter.renew(self._lanes(runtime, adapter)[self._last_lane]).combine_input_buffer
+
+    def get_source_wait_counters(self, framework: str = "torch") -> tuple[Array, ...]:
+        """How long operations have waited, counted on the GPU: for each lane an int64 [R] of nanoseconds.
+
+        Element r grows by the time from the begin of a dispatch or combine until rank r was heard to be in it, too.
+        Read them on the stream of the calls, without waiting for the device; do not write to them. Their sum over the
+        lanes is what :meth:`stats` returns as ``source_wait_seconds``.
+
+        Args:
+            framework: ``"torch"`` or ``"cupy"``.
+
+        Raises:
+            UnsupportedError: on the CPU, where ``stats()`` has the times.
+        """
+        runtime = self._open_runtime("get_source_wait_counters")
+        if not self._on_cuda:
+            raise UnsupportedError("get_source_wait_counters: on CUDA only; stats() has the times of the CPU backend")
+        return lane_wait_counters(runtime, self._config, adapter_of(framework, self._device))
 
     def close(self) -> None:
         """Ends this rank's part; peers that wait for it are told. Twice is fine.

@@ -64,6 +64,14 @@ def lane_outputs(
     return [_LaneViews(runtime, lane, adapter).output(config, shapes) for lane in lanes]
 
 
+def lane_wait_counters(
+    runtime: _core.MoERuntime, config: MoECommunicatorConfig, adapter: ArrayAdapter
+) -> tuple[Array, ...]:
+    """Of each lane, int64 [R] in the memory of its GPU: see :meth:`MoECommunicator.get_source_wait_counters`."""
+    shape, lanes = (runtime.num_ranks,), range(config.max_in_flight)
+    return tuple(_LaneViews(runtime, lane, adapter).view("source_wait_ns", shape, "int64") for lane in lanes)
+
+
 @dataclass(frozen=True)
 class _LaneViews:
     runtime: _core.MoERuntime

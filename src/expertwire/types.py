@@ -215,7 +215,8 @@ class MoEStats:
         timeouts: waits that ended without the awaited rank.
         expert_tokens: [L]; rows received for each local (physical) expert, since the communicator was made: what a
             load balancer reads (``docs/placement.md``).
-        source_wait_seconds: [R]; seconds spent waiting for each rank; on CUDA with ``on_peer_loss="mask"`` only.
+        source_wait_seconds: [R]; seconds spent waiting for each rank; on CUDA the time in operations until that rank
+            was heard to be in the same one.
     """
 
     dispatch_calls: int

@@ -155,6 +155,8 @@ void CudaBackend::make_lanes() {
       if (problem_.config.two_phase) cuda::check(cuda.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     }
     made.params.state = at<u8>(allocate(state_bytes), 0);
+    made.buffers.source_wait_ns =
+        reinterpret_cast<const std::uint64_t*>(made.params.state + make_lane_state_layout(problem_.shape).waited_ns);
     made.params.rank = problem_.rank;
     made.params.lane = lane;
   }

@@ -133,6 +133,9 @@ struct LaneBuffers {
   /// A place for expert outputs, BF16: the shape of `tokens`, or [R*M, K, H] for RANK_MAJOR with DIRECT_SEND. Any other
   /// array of that shape serves combine as well.
   void* combine_input = nullptr;
+  /// CUDA [R]: nanoseconds that operations of this lane ran before each rank was heard to be in them. They only grow, by
+  /// kernels, and may be read on the stream of the calls. The CPU has none (RuntimeStats::source_wait_seconds).
+  const std::uint64_t* source_wait_ns = nullptr;
 };
 
 /// Bytes that a runtime holds on this rank, by a formula of the configuration alone (docs/layout.md).
@@ -150,7 +153,8 @@ struct RuntimeStats {
   std::uint64_t bytes_received = 0;
   std::uint64_t timeouts = 0;
   std::vector<std::uint64_t> expert_tokens;  ///< [L] rows received for each local (physical) expert
-  std::vector<double> source_wait_seconds;   ///< [R] time spent waiting for each rank
+  std::vector<double>
+      source_wait_seconds;  ///< [R] time spent waiting for each rank; CUDA: in an operation, until it was in it, too
 };
 
 }  // namespace expertwire

@@ -8,7 +8,6 @@ from expertwire.bench.adapters.base import RankContext
 from expertwire.bench.adapters.deepep_v1 import LowLatency
 from expertwire.bench.adapters.peer import Peer
 from expertwire.bench.adapters.torch_group import process_group
-from expertwire.bench.inputs import Observation
 from expertwire.types import DispatchDataType, DispatchLayout
 
 
@@ -48,9 +47,9 @@ class DeepEp(Peer):
         """Combine on the current stream."""
         self._combined = self._way.combine(self._expert_output)
 
-    def observe(self) -> Observation:
-        """Return counts, rows and sums."""
-        return self.observe_rows(*self._way.received())
+    def received(self) -> tuple[Any, Any]:
+        """Return counts and valid rows."""
+        return self._way.received()
 
     def close(self) -> None:
         """Destroy the buffer."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from expertwire.bench.adapters.peer import Peer
 from expertwire.bench.adapters.torch_group import process_group
-from expertwire.bench.inputs import Observation
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
 
@@ -81,13 +80,13 @@ class Mscclpp(Peer):
         """Combine into a tensor that is used again."""
         self._comm.combine(self._expert_output, self._handle, out=self._combined)
 
-    def observe(self) -> Observation:
-        """Return counts, rows and sums."""
+    def received(self) -> tuple[Any, Any]:
+        """Return counts and valid rows."""
         layout = self._received.layout
         counts = self._torch.as_tensor(layout.num_tokens_per_rank if self._rank_major else layout.num_tokens_per_expert)
         groups = self._received.tokens.view(len(counts), -1, self._context.problem.hidden_size)
         rows = [tokens[:count] for tokens, count in zip(groups, counts.tolist(), strict=True)]
-        return self.observe_rows(counts, self._torch.cat(rows))
+        return counts, self._torch.cat(rows)
 
     def close(self) -> None:
         """Let go of the communicator; the last reference releases it."""

@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 from expertwire.bench.adapters.peer import Peer
-from expertwire.bench.inputs import Observation
 from expertwire.types import DispatchLayout
 
 
@@ -15,7 +14,7 @@ class NcclEp(Peer):
 
     name = "nccl-ep"
     module = "nccl.ep"
-    install = "pip install nccl4py nccl-extensions"
+    install = "pip install 'nccl-extensions[cu13]'"
     notes = (
         "low-latency mode, staged copies; routing is bound to a handle beforehand and not timed; EXPERT_MAJOR: weights "
         "applied inside combine, RANK_MAJOR: rows weighted by the caller"
@@ -66,11 +65,12 @@ class NcclEp(Peer):
             self._outputs = ep.DispatchOutputs(
                 tokens=tokens, topk_weights=ep.Tensor(self._row_weights), topk_idx=ep.Tensor(self._ids)
             )
-            self._layout = ep.LayoutInfo(src_rank_counters=counts)
+            self._layout = ep.LayoutInfo(src_rank_counters=counts, recv_topk_idx_kind=ep.ExpertIdKind.LOCAL)
+            self._combine_outputs = ep.CombineOutputs(tokens=combined)
         else:
             self._inputs, self._outputs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=tokens)
             self._layout = ep.LayoutInfo(expert_counters=counts)
-        self._combine_outputs = ep.CombineOutputs(tokens=combined, topk_weights=weights)
+            self._combine_outputs = ep.CombineOutputs(tokens=combined, topk_weights=weights)
 
     def _stream(self) -> int:
         return int(self._torch.cuda.current_stream().cuda_stream)
@@ -96,11 +96,11 @@ class NcclEp(Peer):
         """Combine on the current stream."""
         self._handle.combine(self._combine_inputs, self._combine_outputs, stream=self._stream())
 
-    def observe(self) -> Observation:
-        """Return counts, rows and sums."""
+    def received(self) -> tuple[Any, Any]:
+        """Return counts and valid rows."""
         counts = self._counts.tolist()
         rows = [tokens[:count] for tokens, count in zip(self._tokens, counts, strict=True)]
-        return self.observe_rows(self._counts, self._torch.cat(rows))
+        return self._counts, self._torch.cat(rows)
 
     def close(self) -> None:
         """Destroy the handle and the group."""

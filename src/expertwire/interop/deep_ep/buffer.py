@@ -151,8 +151,7 @@ class Buffer(LeftOut):
             num_max_dispatch_tokens_per_rank: M, the same on all ranks.
             num_experts: E, a multiple of R; expert e belongs to rank e // (E / R).
             cumulative_local_expert_recv_stats: int32 [L], to which the rows received for each expert are added.
-            dispatch_wait_recv_cost_stats: int64 [R], to which the nanoseconds spent waiting for each rank are added;
-                on the CPU only.
+            dispatch_wait_recv_cost_stats: int64 [R], to which the nanoseconds spent waiting for each rank are added.
             use_fp8: quantise rows to FP8 in blocks of 128 elements.
             round_scale: round scales up to powers of two. Without ``use_fp8`` it says nothing, as the next one.
             use_ue8m0: scales as exponent bytes, four in an int32; needs ``round_scale``.
@@ -166,7 +165,7 @@ class Buffer(LeftOut):
 
         Raises:
             InvalidArgumentError: an argument is wrong; nothing was sent.
-            UnsupportedError: waiting times on CUDA, or an unknown argument.
+            UnsupportedError: an unknown argument.
             PeerLostError: a rank did not take part.
         """
         self._enter("low_latency_dispatch", unknown, async_finish, return_recv_hook)
@@ -219,8 +218,7 @@ class Buffer(LeftOut):
             async_finish: run on the communication stream; the current one does not wait.
             return_recv_hook: send only; the hook receives, on the stream that is current when it is called.
             out: bfloat16 [T, H] to write to; ``None``: a new one.
-            combine_wait_recv_cost_stats: int64 [R], to which the nanoseconds spent waiting for each rank are added; on
-                the CPU only.
+            combine_wait_recv_cost_stats: int64 [R], to which the nanoseconds spent waiting for each rank are added.
             unknown: what only some forks of the original have; refused.
 
         Returns:
@@ -229,7 +227,7 @@ class Buffer(LeftOut):
         Raises:
             HandleError: the handle is stale or another Buffer's.
             InvalidArgumentError: an argument is wrong; nothing was sent.
-            UnsupportedError: ``use_logfmt``, waiting times on CUDA, or an unknown argument.
+            UnsupportedError: ``use_logfmt``, or an unknown argument.
             PeerLostError: a rank did not take part.
         """
         self._enter("low_latency_combine", unknown, async_finish, return_recv_hook)

@@ -81,7 +81,7 @@ class Routing:
         assert ranges is not None  # noqa: S101
         torch.remainder(output.source_token, self._most, out=self.source_tokens)
         halves = self.layout_range.view(torch.int32).view(*self.layout_range.shape, _HALF)
-        halves.copy_(ranges.flip(-1))  # (first row, count) in memory order (lower half, upper half)
+        torch.stack((ranges[..., 1], ranges[..., 0]), -1, out=halves)  # the count first: it is the lower half
         if self._recv_stats is not None:
             self._recv_stats.add_(counts)
 

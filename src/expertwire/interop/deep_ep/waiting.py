@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from expertwire.communicator import MoECommunicator
-from expertwire.errors import UnsupportedError
 from expertwire.interop.deep_ep import arguments
 from expertwire.interop.deep_ep.communicators import Problem
 from expertwire.types import Array
@@ -28,19 +27,27 @@ class WaitingTimes:
 
     Raises:
         InvalidArgumentError: ``total`` is not such a tensor.
-        UnsupportedError: it is on CUDA, where reading the times would stop the host.
     """
 
     def __init__(self, total: Array | None, name: str, num_ranks: int, problem: Problem) -> None:
         self._total = total
         if total is not None:
             arguments.tensor(total, name, "int64", (num_ranks,), problem.device)
-            if problem.device != "cpu":
-                raise UnsupportedError(f"{name}: waiting times of a call are there on the CPU only in this version")
 
     def of(self, comm: MoECommunicator) -> AbstractContextManager[None]:
         """Adds what the calls in the block wait, in nanoseconds."""
-        return _NOTHING if self._total is None else self._measured(comm, self._total)
+        if self._total is None:
+            return _NOTHING
+        return self._counted(comm, self._total) if self._total.is_cuda else self._measured(comm, self._total)
+
+    @staticmethod
+    @contextmanager
+    def _counted(comm: MoECommunicator, total: Array) -> Iterator[None]:
+        counters = comm.get_source_wait_counters("torch")
+        before = [counter.clone() for counter in counters]
+        yield
+        for counter, start in zip(counters, before, strict=True):
+            total.add_(counter - start)
 
     @staticmethod
     @contextmanager

@@ -37,13 +37,10 @@ __device__ inline void take_what_comes(const DispatchContext& c, Wait& wait) {
     const i32 source = i / kCountsOfSource, word = kRowCount - i % kCountsOfSource;
     if (!is_count_word(c, word)) continue;
     u32 count = 0;
-    const u64 asked_ns = global_nanoseconds();
     if (kWhole && source == c.rank)
       count = word == kRowCount ? own_row_count(c, c.rank) : static_cast<u32>(c.marks.count(kRanks + first + word));
     else if (!is_absent(source))
       count = poll_packet(count_packet(c.inbox, c.buffers, source, word), c.buffers.epoch, source, wait);
-    if (blockIdx.x == 0 && word == kRowCount && source != c.rank)
-      atomicAdd(at<u64>(c.p.lane.state, kState.waited_ns) + source, global_nanoseconds() - asked_ns);
     if (wait.gone(source)) add_to_set(block_losses().missing, source);
     note_count(c, source, word, count);
   }

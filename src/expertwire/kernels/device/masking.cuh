@@ -215,10 +215,12 @@ __device__ inline void exchange_packets(const LaneParams& lane, u32 epoch, u32 d
     else
       store_relaxed_sys(packet(lane.inboxes[peer], lane.rank), word);
   }
+  const u64 began_ns = global_nanoseconds();
   for (i32 source = lane_idx(); kReceives && source < kRanks; source += 32) {
     if (source == lane.rank || is_absent(source)) continue;
     const u64* from = packet(lane.inboxes[lane.rank], source);
     const u32 told = config::kMask ? acquire_packet(from, epoch, source, wait) : poll_packet(from, epoch, source, wait);
+    atomicAdd(at<u64>(lane.state, kState.waited_ns) + source, global_nanoseconds() - began_ns);
     hear_losses(told, source, wait);
     heard(told, source);
   }

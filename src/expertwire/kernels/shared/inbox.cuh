@@ -112,7 +112,7 @@ struct LaneStateLayout {
   u64 positions = 0, weights = 0;               // [R, M, Kp] row of expert_output for each selection, or -1
   u64 expert_totals = 0;                        // u64 [L] rows received since the communicator was made
   u64 traffic = 0;                              // Traffic
-  u64 waited_ns = 0;                            // u64 [R] for the row counts of each source, with masking
+  u64 waited_ns = 0;                            // u64 [R] in operations, until each source was heard to be in it, too
   // With masking, for each block of a dispatch: epoch whose counts it has, and in the lower half whether some are missing;
   // 16 bytes: of which ranks; epoch whose rows it has placed.
   u64 counts_taken = 0, counts_missing = 0, rows_placed = 0;
