@@ -105,11 +105,11 @@ def pairwise() -> list[Wanted]:
 
 
 def in_two_phases() -> list[Wanted]:
-    """Return two communicators with the kernels of the phases too, as different as they can be."""
+    """Return two communicators with the kernels of the phases too, also by blocks, as different as they can be."""
     plain = Case("phases-plain", (64,) * 4, 64, 1024, 8)
     careful = replace(plain, name="phases", layout=RANK_MAJOR, combine_mode=DIRECT, quant=FP8)
     wanted = [Specialisation(plain, "sm_90a", False).wanted(), Specialisation(careful, "sm_100a", True).wanted()]
-    return [replace(one, config=replace(one.config, two_phase=True)) for one in wanted]
+    return [replace(one, config=replace(one.config, two_phase=True, block_overlap=True)) for one in wanted]
 
 
 def by_blocks() -> list[Wanted]:
@@ -126,7 +126,7 @@ def by_blocks() -> list[Wanted]:
         name = f"blocks-{layout.value}-{mode.value}-{ranks}"
         case = Case(name, (128,) * ranks, 64, 7168, 8, layout=layout, combine_mode=mode)
         wanted.append(Specialisation(case, architecture, is_careful).wanted())
-    return [replace(one, config=replace(one.config, block_overlap=True, two_phase=True)) for one in wanted]
+    return [replace(one, config=replace(one.config, block_overlap=True)) for one in wanted]
 
 
 def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
