@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 
 #: Thread blocks: few, so that they find room beside combines that wait for them.
 GRID = (4, 128)
+#: How long all of it takes at least: combine is there before the last block is.
+WORK_NS = 1_000_000
 
 SOURCE = r"""
 struct Params {
@@ -81,6 +83,7 @@ class Producer:
     def __init__(self, device: str) -> None:
         self.stream = torch.cuda.Stream(device)
         self._device = device
+        to_device(np.zeros(1, np.int32), device)  # makes the context current in this thread
         self._driver = Driver()
         architecture = self._driver.architecture(torch.device(device).index)
         self._entry = self._driver.kernel(_image(architecture), "produce")
@@ -108,7 +111,7 @@ class Producer:
             rows=rows.data_ptr(),
             ready_signal=block.ready_signal.data_ptr(),
             order=on_device[1].data_ptr(),
-            pause_ns=2000,
+            pause_ns=WORK_NS * GRID[0] // max(len(order) * parts, 1),
             num_words=len(order),
             words_of_group=words_of_group,
             rows_of_group=num_rows // max(num_groups, 1),

@@ -139,7 +139,7 @@ else
     CUDA_VISIBLE_DEVICES=1 others "$@" &
     wait "$first" $!
     run devices 120 "${pytest[@]}" -m multi_gpu "${files[@]}" "$@"
-    run bench 100 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
+    run bench 160 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
   else
     shapes "$@"
     others "$@"
