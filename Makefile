@@ -59,7 +59,7 @@ run: $(VENV)/stamp-package
 
 test: $(TEST_STAMP)
 	$(call cxx_tests,cpp,-DCMAKE_BUILD_TYPE=Release)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .

@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_listing = config.getoption("list_kernels", None) is not None  # of gpu_suite: no GPU is touched
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if needed and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))  # one after the other: their kernels wait for each other
         if needed == 0:
             item.add_marker("cpu")
         elif not is_listing and (reason := missing_for(needed)):

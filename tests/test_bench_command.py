@@ -55,6 +55,7 @@ def test_help_names_every_workload() -> None:
 REFUSED = [
     (["--ep-lib", "floor,nosuch"], "--ep-lib 'nosuch': must be among"),
     (["--device", "cpu", "--kernel-only"], "--kernel-only: needs NVIDIA GPUs"),
+    (["--device", "cpu", "--overlap", "gemm"], "--overlap: needs NVIDIA GPUs and --device cuda"),
     (["--device", "cpu", "--cuda-graph"], "--cuda-graph: needs NVIDIA GPUs"),
     (["--device", "tpu"], "--device tpu: must be auto, cpu or cuda"),
     (["--device", "cpu", "--num-blocks", "16"], "--num-blocks: needs --device cuda"),

@@ -27,8 +27,9 @@ from expertwire.bench.gpus import Gpus, find_gpus
 from expertwire.bench.inputs import Observation, observe_dispatch, rank_input, reference_observations
 from expertwire.bench.job import Job, RankTimes
 from expertwire.bench.kernel_trace import KernelRecord, kernels_of_trace
-from expertwire.bench.request import Request, Sweep, parse_device
-from expertwire.bench.schema import Problem, Run, Settings, Status
+from expertwire.bench.overlap_timing import _WAYS
+from expertwire.bench.request import Request, Sweep, parse_device, parse_overlap
+from expertwire.bench.schema import PHASES, Problem, Run, Settings, Status
 from expertwire.errors import BackendError, InvalidArgumentError, UnsupportedError
 from expertwire.nvrtc import find_nvrtc_folders
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
@@ -330,7 +331,37 @@ def test_times_travel_through_files(tmp_path: Path) -> None:
     assert (job.steps_done(), job.lib_in_turn()) == (1, "b")
 
 
+def test_overlap_is_asked_for_with_all_that_it_takes() -> None:
+    assert parse_overlap(None, ["floor"], cuda_graph=False, host_rows=False) == ""
+    assert parse_overlap("gemm", ["floor", "expertwire"], cuda_graph=True, host_rows=True) == "gemm"
+    for name, libs, cuda_graph, host_rows, words in (
+        ("sleep", ["expertwire"], True, True, "--overlap sleep: must be gemm"),
+        ("gemm", ["floor"], True, True, "measures expertwire, which --ep-lib leaves out"),
+        ("gemm", ["expertwire"], False, True, "captured graphs, which --no-cuda-graph leaves out"),
+        ("gemm", ["expertwire"], True, False, "captured graphs, which --kernel-only leaves out"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            parse_overlap(name, libs, cuda_graph=cuda_graph, host_rows=host_rows)
+
+
+def test_every_order_of_micro_batches_is_a_phase() -> None:
+    assert list(_WAYS) == [phase for phase in PHASES if phase.startswith("batches-")]
+
+
 # With GPUs
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pairs_are_timed_beside_a_gemm(layout: DispatchLayout) -> None:
+    problem = replace(SMALL, hidden_size=1024, num_tokens=32, layout=layout)
+    settings = replace(ON_GPU, overlap="gemm", kernel_rows=False)
+    ours, floor = measure.measure(problem, settings, ["expertwire", "floor"]).results
+    assert ours.status is Status.OK, ours.reason
+    assert ours.phases.keys() >= set(_WAYS)
+    assert ours.hidden_us.keys() == {"batches-two-streams", "batches-two-phases"}
+    assert not floor.hidden_us
+    assert not floor.phases.keys() & set(_WAYS)
 
 
 @pytest.mark.multi_gpu

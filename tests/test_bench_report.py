@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 import reports
 from expertwire import cli
@@ -20,8 +23,10 @@ from expertwire.bench.charts import Axis, Bars, Lines
 from expertwire.bench.compare import compare
 from expertwire.bench.figures import charts_of
 from expertwire.bench.page import make_page
+from expertwire.bench.report import print_report
 from expertwire.bench.rows import rows_of
 from expertwire.bench.schema import LibResult, Problem, Report, Status
+from expertwire.bench.summary import hidden_us, summarize
 from expertwire.errors import InvalidArgumentError
 from expertwire.types import DispatchLayout
 
@@ -74,6 +79,26 @@ def test_the_schema_describes_every_field() -> None:
     objects = [schema, *(one for one in schema["$defs"].values() if "properties" in one)]
     fields = {name: said for one in objects for name, said in one["properties"].items()}
     assert [name for name, said in fields.items() if "description" not in said] == ["schema"]
+
+
+def test_what_a_gemm_hides_is_said_in_the_file_and_below_the_table(tmp_path: Path) -> None:
+    times = {"gemm": 300, "pair": 100, "sequential": 390, "two-streams": 330, "two-phases": 350}
+    samples = {f"batches-{phase}": np.full((2, 50), 1000 * time) for phase, time in times.items()}
+    phases = summarize(samples, reports.SETTINGS, 1e6)
+    ours = LibResult("expertwire", Status.OK, samples=samples, phases=phases, hidden_us=hidden_us(phases))
+    assert ours.hidden_us == {"batches-two-streams": 60.0, "batches-two-phases": 40.0}
+    assert {figures.gb_per_s for figures in phases.values()} == {0}
+    assert hidden_us(reports.measured("floor", 1.0).phases) == {}
+    one = reports.report([(Problem(num_tokens=4, num_topk=2, hidden_size=256), [ours])])
+    validate(one.to_json())
+    assert stored.read_report(reports.save(one, tmp_path / "one.json")).runs[0].results[0].hidden_us == ours.hidden_us
+    console = Console(file=io.StringIO(), width=200)
+    print_report(one, console)
+    assert (
+        "expertwire: of 100.0 us for two pairs, GEMMs of 8 x 256 x 256 each hide 60.0 us (60%) in two streams, "
+        "40.0 us (40%) in two phases"
+    ) in console.file.getvalue()  # type: ignore[attr-defined]
+    assert make_page([("one", one)])
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:

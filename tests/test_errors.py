@@ -73,6 +73,7 @@ def test_errors_are_also_what_python_calls_them() -> None:
         ({"num_blocks": (1, 2, 3)}, r"num_blocks = \(1, 2, 3\)"),
         ({"num_blocks": "2"}, r"num_blocks = '2'"),
         ({"validate": 1}, r"validate = 1: must be True or False"),
+        ({"block_overlap": 1}, r"block_overlap = 1: must be True or False"),
         ({"device": "gpu"}, r"""device = 'gpu': must be None, "cpu", "cuda" or"""),
         ({"device": "cuda:x"}, r"device = 'cuda:x'"),
         ({"device": "cuda:"}, r"device = 'cuda:'"),

@@ -176,11 +176,15 @@ def test_wrong_configurations_are_refused() -> None:
             comm.create_overlap_config("combine", handle=3)  # type: ignore[arg-type]
         with pytest.raises(ew.InvalidArgumentError, match="block_size_m = 0: must be >= 1"):
             comm.create_overlap_config("combine", level="block", block_size_m=0)
+        with pytest.raises(ew.InvalidArgumentError, match="num_comm_sms = 0: must be None or >= 1"):
+            comm.create_overlap_config("combine", level="block", num_comm_sms=0)
         out, handle = comm.dispatch(rows(), ids())
         wrong_signals: list[Any] = [np.zeros((4, 2), np.int32), np.zeros((4, 1), np.int64), None]
         for signal in wrong_signals:
             with pytest.raises(ew.InvalidArgumentError, match="ready_signal = "):
                 comm.combine(out.tokens, handle, overlap=ew.OverlapConfig(block=replace(block, ready_signal=signal)))
+        with pytest.raises(ew.InvalidArgumentError, match="num_comm_sms = True"):
+            comm.combine(out.tokens, handle, overlap=ew.OverlapConfig(block=replace(block, num_comm_sms=True)))
         with pytest.raises(ew.InvalidArgumentError, match="overlap = int object"):
             comm.combine(out.tokens, handle, overlap=1)  # type: ignore[arg-type]
         comm.combine(out.tokens, handle)

@@ -105,11 +105,28 @@ def pairwise() -> list[Wanted]:
 
 
 def in_two_phases() -> list[Wanted]:
-    """Return two communicators with the kernels of the phases too, as different as they can be."""
+    """Return two communicators with the kernels of the phases too, also by blocks, as different as they can be."""
     plain = Case("phases-plain", (64,) * 4, 64, 1024, 8)
     careful = replace(plain, name="phases", layout=RANK_MAJOR, combine_mode=DIRECT, quant=FP8)
     wanted = [Specialisation(plain, "sm_90a", False).wanted(), Specialisation(careful, "sm_100a", True).wanted()]
-    return [replace(one, config=replace(one.config, two_phase=True)) for one in wanted]
+    return [replace(one, config=replace(one.config, two_phase=True, block_overlap=True)) for one in wanted]
+
+
+def by_blocks() -> list[Wanted]:
+    """Return communicators that combine by blocks too, of every way and architecture, careful ones among them."""
+    chosen = [
+        (WAYS[0], 2, "sm_90a", False),
+        (WAYS[1], 2, "sm_80", True),
+        (WAYS[2], 8, "sm_100a", False),
+        (WAYS[3], 2, "sm_90a", False),
+        (WAYS[3], 8, "sm_90a", True),
+    ]
+    wanted = []
+    for (layout, mode), ranks, architecture, is_careful in chosen:
+        name = f"blocks-{layout.value}-{mode.value}-{ranks}"
+        case = Case(name, (128,) * ranks, 64, 7168, 8, layout=layout, combine_mode=mode)
+        wanted.append(Specialisation(case, architecture, is_careful).wanted())
+    return [replace(one, config=replace(one.config, block_overlap=True)) for one in wanted]
 
 
 def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
@@ -130,7 +147,7 @@ def compile_all(wanted: list[Wanted], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(BOUND_S + 20)
 def test_no_specialisation_spills(tmp_path: Path) -> None:
-    wanted = pairwise() + in_two_phases()
+    wanted = pairwise() + in_two_phases() + by_blocks()
     assert {one.architecture for one in wanted} == set(ARCHITECTURES)
     results = compile_all(wanted, tmp_path)
     assert len(results) == len(wanted)

@@ -75,7 +75,7 @@ markers = timeout: seconds that the test may take
 INI
 pytest=("$PYTHON" -m pytest -c "$work/pytest.ini" --rootdir "$PWD")
 files=(tests/test_cuda*.py)
-phases=(tests/test_cuda_{two_phase,overlap,placement}.py)
+phases=(tests/test_cuda_{two_phase,overlap,block_overlap,placement}.py)
 mapfile -t rest < <(printf '%s\n' "${files[@]}" |
   grep -v -e test_cuda.py -e _graphs -e _losses -e _masking -e _deep_ep -e _two_phase -e _overlap -e _placement)
 num_gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
@@ -129,7 +129,7 @@ else
     run cases 200 "${pytest[@]}" -m "$one" -k "not process" tests/test_cuda.py "$@"
     run graphs 100 "${pytest[@]}" -m "$one" tests/test_cuda_graphs.py "$@"
     run deep-ep 80 "${pytest[@]}" -m "$one" tests/test_cuda_deep_ep.py "$@"
-    run phases 120 "${pytest[@]}" -m "$one" "${phases[@]}" "$@"
+    run phases 200 "${pytest[@]}" -m "$one" "${phases[@]}" "$@"
   }
   others() {
     run losses 80 "${pytest[@]}" -m "$one" tests/test_cuda_losses.py "$@"
@@ -142,7 +142,7 @@ else
     CUDA_VISIBLE_DEVICES=1 others "$@" &
     wait "$first" $!
     run devices 120 "${pytest[@]}" -m multi_gpu "${files[@]}" "$@"
-    run bench 100 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
+    run bench 160 "${pytest[@]}" -m multi_gpu tests/test_bench_gpu.py "$@"
   else
     shapes "$@"
     others "$@"

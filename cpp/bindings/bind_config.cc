@@ -61,6 +61,7 @@ void bind_config(nb::module_& m) {
       .def_rw("max_in_flight", &RuntimeConfig::max_in_flight)
       .def_rw("validate", &RuntimeConfig::validate)
       .def_rw("two_phase", &RuntimeConfig::two_phase)
+      .def_rw("block_overlap", &RuntimeConfig::block_overlap)
       .def_rw("device", &RuntimeConfig::device)
       .def_rw("timeout_s", &RuntimeConfig::timeout_s)
       .def_rw("on_peer_loss", &RuntimeConfig::on_peer_loss);

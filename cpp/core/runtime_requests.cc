@@ -64,8 +64,10 @@ void MoERuntime::Impl::check_overlap(const void* wait_event, int max_num_blocks)
 
 void MoERuntime::Impl::check_ready(const ReadySignal& ready) const {
   if (ready.words == nullptr) return;
-  if (problem.config.device.type != DeviceType::CPU)
-    throw Error(ErrorCode::Unsupported, "ready_signal: this version combines by blocks of rows on the CPU only");
+  if (problem.config.device.type != DeviceType::CPU && !problem.config.block_overlap)
+    throw Error(ErrorCode::Unsupported,
+                "ready_signal: on CUDA only for a communicator made with block_overlap = true, which loads the kernels "
+                "that this needs");
   check_aligned("ready_signal", ready.words, 4);
   if (ready.block_size_m < 1) refuse("block_size_m = " + std::to_string(ready.block_size_m) + ": must be >= 1");
 }

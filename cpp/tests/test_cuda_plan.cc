@@ -75,6 +75,28 @@ void a_program_is_one_kernel_with_its_constants() {
   }
 }
 
+void combines_by_blocks_are_there_where_they_are_asked_for() {
+  RuntimeConfig config = make_config(100);
+  const auto plan_of = [&] { return make_cuda_plan(make_problem(config, 0, 2), make_device(132)); };
+  const auto count = [&] {
+    std::size_t found = 0;
+    for (const cuda::Variant& variant : programs(plan_of())) {
+      const bool by_blocks = has(program_source(make_problem(config, 0, 2), variant), "kByBlocks = true;");
+      check_equal(by_blocks, variant.by_blocks);
+      check(!by_blocks || variant.kernel == cuda::Kernel::COMBINE, "dispatch makes no difference");
+      check(!by_blocks || variant.phase != cuda::Phase::RECEIVE, "a receive reads no expert rows");
+      found += by_blocks ? 1 : 0;
+    }
+    return found;
+  };
+  check_equal(count(), 0U);
+  config.block_overlap = true;
+  check_equal(count(), plan_of().combine.size());
+  config.two_phase = true;
+  check_equal(count(), 2 * plan_of().combine.size());
+  check(has(plan_of().to_string(), "combine also by blocks"), plan_of().to_string());
+}
+
 void grids_fit_the_share_of_the_device() {
   RuntimeConfig config = make_config(8);
   const auto plan_of = [&](int num_ranks_here) {
@@ -119,6 +141,7 @@ int main(int argc, char** argv) {
       {{"kernels_for_many_tokens_are_there_where_they_occur", kernels_for_many_tokens_are_there_where_they_occur},
        {"nothing_is_left_out_for_an_unknown_device", nothing_is_left_out_for_an_unknown_device},
        {"a_program_is_one_kernel_with_its_constants", a_program_is_one_kernel_with_its_constants},
+       {"combines_by_blocks_are_there_where_they_are_asked_for", combines_by_blocks_are_there_where_they_are_asked_for},
        {"grids_fit_the_share_of_the_device", grids_fit_the_share_of_the_device},
        {"what_a_device_cannot_do_is_refused", what_a_device_cannot_do_is_refused},
        {"a_plan_prints_as_one_line", a_plan_prints_as_one_line}});

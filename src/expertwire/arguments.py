@@ -198,15 +198,15 @@ class ArgumentReader:
         return overlap.operation.stream
 
     def _ready(self, request: _core.LatencyCombineRequest, block: BlockOverlapConfig, held: list[Array]) -> None:
-        if self._on_cuda:
-            raise UnsupportedError("overlap.block: this version combines by blocks of rows on the CPU only")
+        self._require_blocks("overlap.block")
+        request.max_num_blocks = num_comm_sms_of(block)
         adapter, opened = self._opened(block.ready_signal, "ready_signal", held)
         words = adapter.address(opened, "ready_signal", "int32", self.signal_shape(block.block_size_m))
         # No rows, no words; an address all the same.
         request.set_ready(words, block.block_size_m, parse_int(block.ready_value, "ready_value"))
 
     def overlap_config(
-        self, op: str, level: str, block_size_m: int, framework: str, fields: dict[str, Any]
+        self, op: str, level: str, block_size_m: int, framework: str | None, fields: dict[str, Any]
     ) -> OverlapConfig:
         """What ``create_overlap_config`` returns."""
         if op not in ("dispatch", "combine"):
@@ -219,13 +219,21 @@ class ArgumentReader:
             refuse("level", repr(level), 'must be "op" or "block"')
         if op != "combine":
             refuse("level", repr(level), 'dispatch has level "op" only')
-        if self._on_cuda:
-            raise UnsupportedError('level = "block": this version combines by blocks of rows on the CPU only')
+        self._require_blocks('level = "block"')
         if "ready_signal" not in fields:
+            framework = framework or ("torch" if self._on_cuda else "numpy")
             signal = adapter_of(framework, self._device).empty(self.signal_shape(block_size_m), "int32")
             signal[...] = 0
             fields = fields | {"ready_signal": signal}
-        return OverlapConfig(block=BlockOverlapConfig(block_size_m, **fields))
+        block = BlockOverlapConfig(block_size_m, **fields)
+        num_comm_sms_of(block)
+        return OverlapConfig(block=block)
+
+    def _require_blocks(self, given: str) -> None:
+        if self._on_cuda and not self._config.block_overlap:
+            raise UnsupportedError(
+                f"{given}: on CUDA only for a communicator made with block_overlap=True, which loads the kernels for it"
+            )
 
     def signal_shape(self, block_size_m: object) -> tuple[int, ...]:
         """Shape of ``ready_signal`` for blocks of so many rows."""

@@ -302,7 +302,7 @@ class MoECommunicator(CommunicatorFacts):
         handle: _core.DispatchHandle | None = None,
         level: str = "op",
         block_size_m: int = 64,
-        framework: str = "numpy",
+        framework: str | None = None,
         **fields: Any,
     ) -> OverlapConfig:
         """Makes what ``overlap=`` of a call takes. Concerns this rank alone.
@@ -314,13 +314,14 @@ class MoECommunicator(CommunicatorFacts):
                 ``"block"``, of combine only: rows are taken as they are published, with a new ``ready_signal`` of zeros
                 unless ``fields`` has one; ``fields`` are those of :class:`BlockOverlapConfig`.
             block_size_m: rows of a block.
-            framework: of a new ``ready_signal``: ``"numpy"`` or ``"torch"``.
+            framework: of a new ``ready_signal``: ``"numpy"``, ``"torch"`` or ``"cupy"``. ``None``: the first on the
+                CPU, the second on CUDA, where the zeros are written on its current stream.
             fields: the fields of the configuration.
 
         Raises:
             InvalidArgumentError: a value is wrong, or the level is not one of this operation.
             HandleError: ``handle`` is none.
-            UnsupportedError: blocks on CUDA.
+            UnsupportedError: blocks on CUDA, without ``block_overlap=True`` of the communicator.
         """
         self._open_runtime("create_overlap_config")
         if handle is not None and type(handle) is not _core.DispatchHandle:

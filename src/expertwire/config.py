@@ -160,6 +160,7 @@ def to_core(config: MoECommunicatorConfig, group_device: str) -> _core.RuntimeCo
     device = parse_device(group_device if config.device is None else config.device)
     made.device, made.validate = device, _validate(config.validate, device)
     made.two_phase = parse_bool(config.two_phase, "two_phase")
+    made.block_overlap = parse_bool(config.block_overlap, "block_overlap")
     made.timeout_s = parse_float(config.timeout_s, "timeout_s")
     made.on_peer_loss = core_enum(parse_enum(PeerLossPolicy, config.on_peer_loss, "on_peer_loss"))
     return made
@@ -188,6 +189,7 @@ def resolved(config: MoECommunicatorConfig, core: _core.RuntimeConfig) -> MoECom
         max_in_flight=core.max_in_flight,
         validate=core.validate,
         two_phase=core.two_phase,
+        block_overlap=core.block_overlap,
         device="cpu" if core.device.type == _core.DeviceType.CPU else f"cuda:{core.device.index}",
         timeout_s=core.timeout_s,
         on_peer_loss=PeerLossPolicy[core.on_peer_loss.name],

@@ -31,19 +31,22 @@ class BlockOverlapConfig:
     """Combine begins while its expert rows are being made, and takes each block of them once it is published.
 
     A producer writes the rows of a block, and then stores ``ready_value`` in the block's word of ``ready_signal``, with
-    release order of the device's (CUDA) or the process's (CPU) scope. ``docs/overlap.md`` has the protocol. CPU only in
-    this version.
+    release order of the device's (CUDA) or the process's (CPU) scope. ``docs/overlap.md`` has the protocol. CUDA needs
+    ``block_overlap=True`` of the communicator.
 
     Attributes:
         block_size_m: rows of a block; the last one of an expert may be shorter.
         ready_signal: int32, a word for each block: EXPERT_MAJOR [L, ceil(R*M / block_size_m)], RANK_MAJOR
             [ceil(R*M / block_size_m)]. Written by the producer alone; it must live until the combine has sent.
         ready_value: the value that says so; any other one says "not yet".
+        num_comm_sms: CUDA: the combine takes at most so many SMs, a block each, and leaves the others to the producer;
+            ``None``: half of those configured. No effect on the CPU.
     """
 
     block_size_m: int
     ready_signal: Array
     ready_value: int = 1
+    num_comm_sms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def num_blocks_of(rows: int, block_size_m: object) -> int:
     return -(-rows // size)
 
 
-def num_comm_sms_of(config: OperationOverlapConfig) -> int:
+def num_comm_sms_of(config: OperationOverlapConfig | BlockOverlapConfig) -> int:
     """The bound, or 0 for none. Raises InvalidArgumentError unless it is None or an integer >= 1."""
     if config.num_comm_sms is None:
         return 0

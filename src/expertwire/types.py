@@ -133,6 +133,8 @@ class MoECommunicatorConfig:
         validate: check expert ids on the device; ``None``: on for the CPU, ``EXPERTWIRE_VALIDATE`` for CUDA.
         two_phase: CUDA: also load the kernels of ``dispatch_async`` and ``combine_async``, which are refused without;
             the CPU always has them.
+        block_overlap: CUDA: also load the kernels of combine with ``overlap.block``, which is refused without; the CPU
+            always has them.
         device: ``None`` (the group's), ``"cpu"``, ``"cuda:3"``, or ``"cuda"``: torch's or CuPy's current device.
         timeout_s: bound of every wait, seconds.
         on_peer_loss: ``"raise"`` or ``"mask"``.
@@ -155,6 +157,7 @@ class MoECommunicatorConfig:
     max_in_flight: int = 1
     validate: bool | None = None
     two_phase: bool = False
+    block_overlap: bool = False
     device: str | None = None
     timeout_s: float = 100.0
     on_peer_loss: PeerLossPolicy | str = PeerLossPolicy.RAISE

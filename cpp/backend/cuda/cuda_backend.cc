@@ -125,8 +125,9 @@ void CudaBackend::load_kernels() {
   auto image = images.begin();
   for (const Variant& variant : programs(cuda_plan_)) {
     const bool is_dispatch = variant.kernel == Kernel::DISPATCH;
-    (is_dispatch ? dispatch_ : combine_)[static_cast<std::size_t>(variant.phase)].emplace_back(
-        device, *image++, variant, is_dispatch ? cuda_plan_.dispatch_shared_bytes : 0);
+    Kernels& kernels = is_dispatch ? dispatch_ : variant.by_blocks ? combine_by_blocks_ : combine_;
+    kernels[static_cast<std::size_t>(variant.phase)].emplace_back(device, *image++, variant,
+                                                                  is_dispatch ? cuda_plan_.dispatch_shared_bytes : 0);
   }
 }
 
@@ -205,8 +206,9 @@ void CudaBackend::launch_nothing() {
   dispatch.num_tokens = combine.num_tokens = -1;
   for (const auto& kernels : dispatch_)
     for (const LoadedKernel& kernel : kernels) launch(kernel, dispatch, own_stream_);
-  for (const auto& kernels : combine_)
-    for (const LoadedKernel& kernel : kernels) launch(kernel, combine, own_stream_);
+  for (const Kernels* of_combine : {&combine_, &combine_by_blocks_})
+    for (const auto& kernels : *of_combine)
+      for (const LoadedKernel& kernel : kernels) launch(kernel, combine, own_stream_);
   raise_epochs(reinterpret_cast<CUdeviceptr>(lanes_.front().params.state), 1, 2, own_stream_);
   cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
@@ -287,7 +289,7 @@ std::vector<int> CudaBackend::lost_ranks() const { return report_->lost_ranks();
 
 void CudaBackend::check() {
   report_->raise_fault(problem_);
-  report_->raise_loss(problem_.config.timeout_s);
+  report_->raise_loss(problem_);
 }
 
 }  // namespace expertwire::cuda

@@ -81,6 +81,7 @@ class CudaBackend final : public Backend {
   void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream, int max_blocks = 0);
   void raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream);
   void launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
+  void launch(Phase phase, const CombineKernelParams& params, CUstream stream, int max_blocks);
   const LoadedKernel& choose(const Kernels& kernels, Phase phase, int num_tokens) const;
   void add_device_counts(const Lane& lane, RuntimeStats& stats) const;
 
@@ -88,7 +89,7 @@ class CudaBackend final : public Backend {
   Plan plan_;
   CudaPlan cuda_plan_;
   std::optional<PrimaryContext> context_;
-  Kernels dispatch_, combine_;
+  Kernels dispatch_, combine_, combine_by_blocks_;
   std::optional<SymmetricMemory> inboxes_;
   std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
   i32* placement_ = nullptr;     // [num_logical_experts], with a placement

@@ -9,6 +9,9 @@
 namespace expertwire::cuda {
 namespace {
 
+// What a combine by blocks leaves, of the blocks of its grid, to the producer that it waits for, unless it is told.
+constexpr int kShareOfBlocks = 2;
+
 // A range for a profiler, while an object of it lives.
 class Range {
  public:
@@ -45,6 +48,12 @@ void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& 
     raise_epochs(
         reinterpret_cast<CUdeviceptr>(params.lane.state) + make_lane_state_layout(problem_.shape).combine_epochs, run,
         all, stream);
+}
+
+void CudaBackend::launch(Phase phase, const CombineKernelParams& params, CUstream stream, int max_blocks) {
+  const bool by_blocks = params.ready_words != nullptr;
+  if (by_blocks && max_blocks == 0) max_blocks = std::max(1, cuda_plan_.combine_blocks / kShareOfBlocks);
+  launch(choose(by_blocks ? combine_by_blocks_ : combine_, phase, params.num_tokens), params, stream, max_blocks);
 }
 
 // Each block keeps its own epoch: those that an operation has not run take over that of those that it has.
@@ -134,6 +143,9 @@ CombineKernelParams CudaBackend::prepare(int lane_idx, const CombineParams& para
   kernel.out = params.out;
   kernel.num_tokens = params.num_tokens;
   kernel.call = lane.call;
+  kernel.ready_words = reinterpret_cast<const u32*>(params.ready_words);
+  kernel.ready_block_size = params.ready_block_size;
+  kernel.ready_value = static_cast<u32>(params.ready_value);
   return kernel;
 }
 
@@ -153,7 +165,7 @@ void CudaBackend::combine(int lane, const CombineParams& params) {
   const CurrentContext current(*context_);
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
-  launch(choose(combine_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
+  launch(Phase::WHOLE, prepare(lane, params), stream, params.max_num_blocks);
   ++stats_.combine_calls;
 }
 
@@ -179,7 +191,7 @@ void CudaBackend::send(int lane_idx, const CombineParams& params) {
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
   lane.combine = prepare(lane_idx, params);
-  launch(choose(combine_, Phase::SEND, params.num_tokens), lane.combine, stream, params.max_num_blocks);
+  launch(Phase::SEND, lane.combine, stream, params.max_num_blocks);
   lane.combine_max_blocks = params.max_num_blocks;
   lane.is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
@@ -200,7 +212,7 @@ void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
     launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream, lane.combine_max_blocks);
   cuda::check(driver().cuEventRecord(lane.received[static_cast<int>(step)], stream), "cuEventRecord");
   lane.is_received[static_cast<int>(step)] = true;
-  report_->raise_loss(problem_.config.timeout_s);
+  report_->raise_loss(problem_);
 }
 
 bool CudaBackend::has_arrived(Step step, int lane_idx) {

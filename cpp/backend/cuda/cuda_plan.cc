@@ -87,6 +87,7 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
                   plan.dispatch_blocks == 0 || problem.shape.max_tokens_per_rank > plan.small_work_tokens);
   plan.phases = {Phase::WHOLE};
   if (problem.config.two_phase) plan.phases.insert(plan.phases.end(), {Phase::SEND, Phase::RECEIVE});
+  plan.by_blocks = problem.config.block_overlap;
   return plan;
 }
 
@@ -105,6 +106,7 @@ std::string CudaPlan::to_string() const {
     add_threads(1);
   }
   if (phases.size() > 1) text += ", also in two phases";
+  if (by_blocks) text += ", combine also by blocks";
   return text + ", shared " + std::to_string(dispatch_shared_bytes) + " B, dependent launch " +
          (dependent_launch ? "on" : "off");
 }
@@ -145,6 +147,7 @@ std::string program_source(const Problem& problem, const Variant& variant) {
   flag("kValidate", config.validate);
   flag("kMask", shape.mask);
   number("kPhase", static_cast<int>(variant.phase));
+  flag("kByBlocks", variant.by_blocks);
   number("kNumThreads", variant.num_threads);
   number("kBlocksPerSm", variant.blocks_per_sm);
   for (const auto& [constant, value] : variant.tuning) number(constant, value);
@@ -156,6 +159,11 @@ std::vector<Variant> programs(const CudaPlan& plan) {
   for (const Phase phase : plan.phases) {
     for (const auto* variants : {&plan.dispatch, &plan.combine}) {
       for (const Variant& variant : *variants) all.emplace_back(variant).phase = phase;
+    }
+    if (!plan.by_blocks || phase == Phase::RECEIVE) continue;  // a receive reads no expert rows
+    for (const Variant& variant : plan.combine) {
+      all.emplace_back(variant).phase = phase;
+      all.back().by_blocks = true;
     }
   }
   return all;

@@ -31,6 +31,7 @@ struct Variant {
   int blocks_per_sm = 0;  // that must fit at once: the next kernel's blocks are there before the last one's have left
   std::vector<std::pair<const char*, int>> tuning;  // constants of this kernel alone, by name
   Phase phase = Phase::WHOLE;
+  bool by_blocks = false;  // a combine that reads expert rows as their producer publishes them
 
   int block_threads() const { return num_threads + 32; }
 };
@@ -44,6 +45,7 @@ struct CudaPlan {
   // For few tokens and, unless no call can bring more, for many: the small one is launched up to small_work_tokens.
   std::vector<Variant> dispatch, combine;
   std::vector<Phase> phases;  // in each of which each of them is compiled
+  bool by_blocks = false;     // those of combine that read expert rows also by blocks
   int small_work_tokens = 0;
   std::string to_string() const;
 };
@@ -53,7 +55,7 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts);
 
 // The source of one program: namespace expertwire::config, and the kernel that reads it.
 std::string program_source(const Problem& problem, const Variant& variant);
-// All programs of a plan: by phase those of dispatch, then those of combine.
+// All programs of a plan: by phase those of dispatch, then those of combine, then those of combine by blocks.
 std::vector<Variant> programs(const CudaPlan& plan);
 std::vector<std::string> program_sources(const Problem& problem, const CudaPlan& plan);
 

@@ -15,6 +15,21 @@ std::string id_text(const CallFault& fault, const Problem& problem) {
   return slot + ": must be below " + problem.id_bound() + ", or negative to select nothing; this slot was dropped";
 }
 
+// What a wait for `loss.peer` has come to.
+std::string loss_text(const LossReport& loss, const Problem& problem) {
+  const std::string self = "this rank (" + std::to_string(loss.rank) + ")";
+  const std::string bound = " within timeout_s = " + std::to_string(problem.config.timeout_s) + " s";
+  if (loss.peer == loss.rank) return self + " was given up by its peers" + bound;
+  if (loss.peer >= 0) return "rank " + std::to_string(loss.peer) + " did not arrive" + bound;
+  const int row = row_of_producer(loss.peer), rows = problem.num_ranks * problem.config.max_tokens_per_rank;
+  std::string where = std::to_string(row % rows);
+  if (problem.config.output_layout == DispatchLayout::EXPERT_MAJOR)
+    where += " of local expert " + std::to_string(row / rows);
+  return self + " has waited in vain for the block of expert_output with row " + where +
+         " to be published: its word of ready_signal, " + std::to_string(static_cast<std::int32_t>(loss.seen)) +
+         ", did not become ready_value" + bound;
+}
+
 std::string handle_text(const CallFault& fault, int rank) {
   return "handle is stale: combine " + std::to_string(fault.epoch) + " on lane " + std::to_string(fault.lane) +
          " of rank " + std::to_string(rank) + ", a replay, answers call " + std::to_string(fault.wanted) +
@@ -33,29 +48,25 @@ HostReport::HostReport() : words_(take_host_words()) {
 
 HostReport::~HostReport() { put_back(words_); }
 
-void HostReport::raise_loss(double timeout_s) const {
+void HostReport::raise_loss(const Problem& problem) const {
   if (!has_loss()) return;
   const LossReport& loss = words_->loss;
   const std::string operation = loss.operation == 0 ? "dispatch" : "combine";
   const std::string where =
       "peer lost, the communicator has ended; " + operation + " " + std::to_string(loss.epoch) + ": ";
-  const std::string why = loss.peer == loss.rank
-                              ? "this rank (" + std::to_string(loss.rank) + ") was given up by its peers"
-                              : "rank " + std::to_string(loss.peer) + " did not arrive";
-  throw Error(where + why + " within timeout_s = " + std::to_string(timeout_s) + " s", {loss.peer}, operation,
-              loss.epoch);
+  throw Error(where + loss_text(loss, problem), {lost_peer()}, operation, loss.epoch);
 }
 
 std::vector<int> HostReport::lost_ranks() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < kMaxGpuRanks; ++rank) {
-    if (lost(rank) != LossKind::NONE || (has_loss() && words_->loss.peer == rank)) ranks.push_back(rank);
+    if (lost(rank) != LossKind::NONE || (has_loss() && lost_peer() == rank)) ranks.push_back(rank);
   }
   return ranks;
 }
 
 std::uint64_t HostReport::num_timeouts() const {
-  std::uint64_t count = has_loss() && words_->loss.peer != words_->loss.rank ? 1 : 0;
+  std::uint64_t count = has_loss() && lost_peer() != words_->loss.rank ? 1 : 0;
   for (int rank = 0; rank < kMaxGpuRanks; ++rank) count += lost(rank) == LossKind::TIMED_OUT ? 1 : 0;
   return count;
 }

@@ -21,7 +21,7 @@ class HostReport {
   HostWords* device_pointer() const { return device_; }
   bool has_loss() const { return static_cast<volatile const HostWords*>(words_)->loss.set != 0; }
   // Throws PeerLost if the communicator has ended.
-  void raise_loss(double timeout_s) const;
+  void raise_loss(const Problem& problem) const;
   // Ascending: the rank by which the communicator has ended, or those that it goes on without.
   std::vector<int> lost_ranks() const;
   std::uint64_t num_timeouts() const;  // ranks that this one has waited for in vain
@@ -30,6 +30,8 @@ class HostReport {
   void raise_fault(const Problem& problem);
 
  private:
+  // The rank by which the communicator has ended: with a producer that was late, its own.
+  int lost_peer() const { return words_->loss.peer < 0 ? words_->loss.rank : words_->loss.peer; }
   LossKind lost(int rank) const { return static_cast<volatile const HostWords*>(words_)->lost[rank]; }
 
   HostWords* words_ = nullptr;

@@ -17,7 +17,7 @@ void CudaBackend::write_placement(CUstream stream) {
 }
 
 void CudaBackend::check_update(void* stream) {
-  report_->raise_loss(problem_.config.timeout_s);
+  report_->raise_loss(problem_);
   const CurrentContext current(*context_);
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   cuda::check(driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &status), "cuStreamIsCapturing");

@@ -67,7 +67,8 @@ struct LatencyDispatchRequest {
 /// published it, by storing `value` in the block's word after the rows (release). Blocks are block_size_m consecutive rows
 /// of one local expert (EXPERT_MAJOR: words [L, ceil(R*M / block_size_m)]) or of all (RANK_MAJOR: words
 /// [ceil(R*M / block_size_m)]; a row is all K slots of it). Words of blocks without a valid row are not looked at. Only
-/// the producer writes words; it sets them back, or uses another value, before the next combine. CPU only in this version.
+/// the producer writes words; it sets them back, or uses another value, before the next combine. docs/overlap.md has the
+/// protocol. On CUDA words and rows are in memory of the device, and RuntimeConfig::block_overlap is needed.
 struct ReadySignal {
   const std::int32_t* words = nullptr;  ///< null: all rows are there
   int block_size_m = 0;
@@ -94,7 +95,9 @@ struct LatencyCombineRequest {
   void* stream = nullptr;
   void* wait_event = nullptr;
   int max_num_blocks = 0;
-  /// If a block is not published within timeout_s after the one before it, the operation throws PeerLost naming this rank.
+  /// If a block is not published within timeout_s after the one before it (CPU), or after the first look at it (CUDA), the
+  /// operation, on CUDA the next one, throws PeerLost naming this rank. On CUDA a max_num_blocks of 0 then means half of
+  /// those configured: the others are the producer's.
   ReadySignal ready;
 };
 

@@ -72,10 +72,9 @@ struct Device {
   int index = 0;
 };
 
-/// Everything that describes a runtime but its group. Checked whole at construction, against itself and against R,
-/// which is 1 to 1024.
-/// Equal on all ranks but for validate, two_phase, device.index and the numbers of blocks. What a backend does not do yet is
-/// refused with Unsupported; README.md has the list.
+/// Everything that describes a runtime but its group. Checked whole at construction, against itself and against R, which
+/// is 1 to 1024. Equal on all ranks but for validate, two_phase, block_overlap, device.index and the numbers of blocks.
+/// What a backend does not do yet is refused with Unsupported; README.md has the list.
 struct RuntimeConfig {
   /// E, 1 to 2^20.
   int num_experts = 0;
@@ -108,6 +107,8 @@ struct RuntimeConfig {
   bool validate = false;
   /// CUDA: also load the kernels of dispatch_send and the like, which are refused without. The CPU always has them.
   bool two_phase = false;
+  /// CUDA: also load the kernels of LatencyCombineRequest::ready, which is refused without. The CPU always has them.
+  bool block_overlap = false;
   Device device;
   /// Bound of every wait for a peer in seconds, above 0 and at most 1e6.
   double timeout_s = 100.0;

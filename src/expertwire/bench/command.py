@@ -77,6 +77,9 @@ KernelOnly = Annotated[
 NumBlocks = Annotated[
     str | None, _gpu("Grid sizes: N, DISPATCH:COMBINE or all, by comma. [the library's own]", "--num-blocks")
 ]
+Overlap = Annotated[
+    str | None, _gpu("gemm: time pairs of expertwire beside a GEMM, too, and say how much it hides.", "--overlap")
+]
 NcclLibPath = Annotated[str, _built("Folder of the NCCL libraries for the next one.", "--nccl-lib-path")]
 NcclEpBenchPath = Annotated[str, _built("ep_bench of NCCL EP, for nccl-ep-bench.", "--nccl-ep-bench")]
 MscclppBenchPath = Annotated[str, _built("mscclpp_ep_bench, for mscclpp-cpp-bench.", "--mscclpp-cpp-bench")]
@@ -117,6 +120,7 @@ def bench(
     iters_per_graph: ItersPerGraph = None,
     kernel_only: KernelOnly = None,
     num_blocks: NumBlocks = None,
+    overlap: Overlap = None,
     nccl_lib_path: NcclLibPath = "",
     nccl_ep_bench: NcclEpBenchPath = "",
     mscclpp_cpp_bench: MscclppBenchPath = "",
@@ -132,27 +136,30 @@ def bench(
         return
     from expertwire.bench.adapters import parse_libs
     from expertwire.bench.nodes import Nodes
-    from expertwire.bench.request import Request, Sweep, parse_device
+    from expertwire.bench.request import Request, Sweep, parse_device, parse_overlap
     from expertwire.bench.schema import Settings
 
-    gpu_options = {"cuda-graph": cuda_graph, "iters-per-graph": iters_per_graph, "kernel-only": kernel_only}
+    gpu_options: dict[str, object] = {"cuda-graph": cuda_graph, "iters-per-graph": iters_per_graph}
+    gpu_options |= {"kernel-only": kernel_only, "overlap": overlap}
     sweep = Sweep(
         experts, tokens, hidden, topk, ranks, layout, combine_mode, dispatch_dtype, routing, workload, seed, num_blocks
     )
     try:
+        libs, captures, host_rows = parse_libs(ep_lib), cuda_graph is not False, kernel_only is not True
         settings = Settings(
             *(warmup, iters, rounds, threads, validate, timeout, parse_device(device, gpu_options)),
-            cuda_graph=cuda_graph is not False,
+            cuda_graph=captures,
             iters_per_graph=iters_per_graph or Settings.iters_per_graph,
             kernel_rows=kernel_only is not False,
-            host_rows=kernel_only is not True,
+            host_rows=host_rows,
+            overlap=parse_overlap(overlap, libs, cuda_graph=captures, host_rows=host_rows),
             nccl_lib_path=nccl_lib_path,
             nccl_ep_bench=nccl_ep_bench,
             mscclpp_cpp_bench=mscclpp_cpp_bench,
         )
         where = Nodes.parse(nodes, iface, mpi_prefix)
         problems = sweep.problems(where.num_nodes if where else 1)
-        request = Request(parse_libs(ep_lib), problems, settings, ("expertwire", *sys.argv[1:]), where)
+        request = Request(libs, problems, settings, ("expertwire", *sys.argv[1:]), where)
         right = _carry_out(request, dry_run, Outputs(json_file, plot_file))
     except (Error, OSError) as error:
         typer.secho(f"expertwire bench: {error}", fg="red", err=True)

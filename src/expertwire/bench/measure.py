@@ -19,7 +19,7 @@ from expertwire.bench.job import REFUSED, Job, in_one_line
 from expertwire.bench.nodes import Nodes
 from expertwire.bench.progress import Listener
 from expertwire.bench.schema import LibResult, Problem, Run, Settings, Status
-from expertwire.bench.summary import summarize, with_ratios
+from expertwire.bench.summary import hidden_us, summarize, with_ratios
 from expertwire.errors import Error
 from expertwire.machine import usable_cores
 
@@ -109,11 +109,15 @@ def _run(problem: Problem, settings: Settings, libs: list[str], found: Found) ->
     """Return the figures of a problem. Programs are run now, one after the other."""
     num_bytes = payload_bytes_per_rank(problem)
     results = [_result(lib, problem, settings, found) for lib in libs]
-    summed = [
-        replace(result, phases=summarize(result.samples, settings, num_bytes)) if result.samples else result
-        for result in results
-    ]
+    summed = [_summed(result, settings, num_bytes) for result in results]
     return Run(problem, num_bytes, with_ratios(summed))
+
+
+def _summed(result: LibResult, settings: Settings, num_bytes: float) -> LibResult:
+    if not result.samples:
+        return result
+    phases = summarize(result.samples, settings, num_bytes)
+    return replace(result, phases=phases, hidden_us=hidden_us(phases))
 
 
 def _result(lib: str, problem: Problem, settings: Settings, found: Found) -> LibResult:

@@ -100,6 +100,8 @@ class _RankOfLib:
         self._lib, self._group, self._job, self._belongings = lib, group, job, belongings
         self._adapter: Adapter  # made by ``set_up``, together with what ``close`` undoes
         self._timer: Timer
+        self._context: RankContext
+        self._overlap: Any = None
         self._made = contextlib.ExitStack()
         self._expected = Observation.load(job.expected_path(lib, group.rank))
 
@@ -142,8 +144,8 @@ class _RankOfLib:
         """Make the library's adapter, check its first pair, and warm it up."""
         job, group = self._job, self._group
         own = rank_input(job.problem, group.rank)
-        context = RankContext(group, job.problem, job.settings, own, self.exchange, self._belongings)
-        self._adapter = adapter_of(self._lib, job.settings)(context)
+        self._context = RankContext(group, job.problem, job.settings, own, self.exchange, self._belongings)
+        self._adapter = adapter_of(self._lib, job.settings)(self._context)
         self._made.callback(self._adapter.close)
         self._adapter.dispatch()
         self._adapter.apply_experts()
@@ -158,6 +160,15 @@ class _RankOfLib:
         self.set_up()
         self._timer = self._make_timer()
         self.times.missing.update(self._timer.prepare(self.check))
+        if self._job.settings.overlap and self._lib == "expertwire":
+            self._overlap = self._make_overlap_timer()
+
+    def _make_overlap_timer(self) -> Any:
+        from expertwire.bench.overlap_timing import OverlapTimer
+
+        timer = OverlapTimer(self._context, lambda observed: self._adapter.difference(observed, self._expected))
+        self._made.callback(timer.close)
+        return timer
 
     def _make_timer(self) -> Timer:
         settings = self._job.settings
@@ -176,6 +187,8 @@ class _RankOfLib:
         """Time ``count`` pairs of every kind."""
         self._adapter.forget()
         self._keep(self._timer.round(count))
+        if self._overlap is not None:
+            self._keep(self._overlap.round(count))
         if self._job.settings.validate:
             self.check()
 

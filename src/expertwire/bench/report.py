@@ -48,7 +48,22 @@ def _print_run(run: Run, console: Console) -> None:
             console.print(told, style="dim", highlight=False, markup=False)
             for phase, why in result.missing.items():
                 console.print(f"{result.lib}: no {phase}: {why}", style="dim", highlight=False, markup=False)
+            if result.hidden_us:
+                console.print(_hidden(run, result), highlight=False, markup=False)
     console.print()
+
+
+def _hidden(run: Run, result: LibResult) -> str:
+    """Return in one line how much of their pairs two micro-batches hide behind their GEMMs."""
+    problem, pair = run.problem, result.phases["batches-pair"].median_us
+    saved = (
+        f"{time:.1f} us ({time / pair:.0%}) in {phase.removeprefix('batches-').replace('-', ' ')}"
+        for phase, time in result.hidden_us.items()
+    )
+    return (
+        f"{result.lib}: of {pair:.1f} us for two pairs, GEMMs of {problem.num_tokens * problem.num_topk} x "
+        f"{problem.hidden_size} x {problem.hidden_size} each hide {', '.join(saved)}"
+    )
 
 
 def _compared(run: Run) -> list[str]:

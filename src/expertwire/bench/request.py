@@ -169,6 +169,24 @@ def parse_device(name: str, gpu_options: dict[str, Any]) -> str:
     return device
 
 
+def parse_overlap(name: str | None, libs: list[str], *, cuda_graph: bool, host_rows: bool) -> str:
+    """Return what ``--overlap`` names, or an empty string.
+
+    Raises:
+        InvalidArgumentError: there is no such work, or other options leave out what it takes.
+    """
+    if name is None:
+        return ""
+    if name != "gemm":
+        raise InvalidArgumentError(f"--overlap {name}: must be gemm")
+    if "expertwire" not in libs:
+        raise InvalidArgumentError("--overlap gemm: measures expertwire, which --ep-lib leaves out")
+    if not (cuda_graph and host_rows):
+        option = "--kernel-only" if cuda_graph else "--no-cuda-graph"
+        raise InvalidArgumentError(f"--overlap gemm: times captured graphs, which {option} leaves out")
+    return name
+
+
 @dataclass(frozen=True)
 class Request:
     """One benchmark command. ``nodes``: where mpirun starts the ranks; None: processes or threads of this host."""

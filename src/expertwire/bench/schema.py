@@ -20,7 +20,8 @@ from expertwire.types import (
 SCHEMA = "expertwire-bench/1"
 #: What can be timed, in the order of tables. Alone: on CPUs by the caller's clock, on GPUs by events around a captured
 #: graph, per pair. ``-launch``: plain launches, by events. ``-kernel``: what the library's kernels ran, summed.
-#: ``-host``: what a call costs its caller, who does not wait for the GPU.
+#: ``-host``: what a call costs its caller, who does not wait for the GPU. ``batches-``: two micro-batches, of each its
+#: GEMM, its pair, or both in some order; captured, per two.
 PHASES = (
     "dispatch",
     "combine",
@@ -32,6 +33,11 @@ PHASES = (
     "combine-kernel",
     "dispatch-host",
     "combine-host",
+    "batches-gemm",
+    "batches-pair",
+    "batches-sequential",
+    "batches-two-streams",
+    "batches-two-phases",
 )
 
 
@@ -119,6 +125,7 @@ class Settings:
         iters_per_graph: pairs in a captured graph.
         kernel_rows: time the kernels alone, in processes of their own: whatever looks at kernels slows calls down.
         host_rows: time everything else.
+        overlap: ``"gemm"``: time pairs of this library beside a GEMM, too; empty: do not.
         nccl_lib_path: folder of the NCCL libraries that ``nccl_ep_bench`` loads; empty: its own choice.
         nccl_ep_bench: where the user has the benchmark program of NCCL EP; empty: nowhere.
         mscclpp_cpp_bench: where the user has the C++ benchmark program of MSCCL++; empty: nowhere.
@@ -135,6 +142,7 @@ class Settings:
     iters_per_graph: int = 50
     kernel_rows: bool = True
     host_rows: bool = True
+    overlap: str = ""
     nccl_lib_path: str = ""
     nccl_ep_bench: str = ""
     mscclpp_cpp_bench: str = ""
@@ -167,7 +175,7 @@ class PhaseSummary:
         min_us, median_us, p99_us, max_us: microseconds.
         fastest_rank_us: median over the iterations of the fastest rank; a rank that waits for a late one is not slow.
         gb_per_s: payload of one rank (valid selections * H * 2 bytes, twice for the pair) over the median; 0 where the
-            caller alone is timed.
+            caller alone is timed, and for micro-batches.
         spread: (largest - smallest) / median over the medians of the rounds.
         ratio_to: this median over the median of each other library of the same run.
     """
@@ -194,6 +202,7 @@ class LibResult:
         samples: nanoseconds of every timed call, [rank][iteration], by phase.
         phases: the figures of each phase that was timed.
         missing: phases that were asked for and have no figures, and why.
+        hidden_us: microseconds that each overlapped phase saves over ``batches-sequential``, both being medians.
     """
 
     lib: str
@@ -203,6 +212,7 @@ class LibResult:
     samples: Samples | None = None
     phases: dict[str, PhaseSummary] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    hidden_us: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

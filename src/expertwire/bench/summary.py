@@ -17,8 +17,17 @@ def summarize(samples: Samples, settings: Settings, bytes_per_rank: float) -> di
 
 
 def _transfers(phase: str) -> int:
-    """Return how often the payload crosses in a phase; calls that nobody waits for move nothing."""
-    return 0 if phase.endswith("-host") else 2 if phase.startswith("pair") else 1
+    """Return how often the payload crosses in a phase; calls that nobody waits for move nothing, GEMMs neither."""
+    return 0 if phase.endswith("-host") or phase.startswith("batches") else 2 if phase.startswith("pair") else 1
+
+
+def hidden_us(phases: dict[str, PhaseSummary]) -> dict[str, float]:
+    """Return what the overlapped orders of work save over the sequential one, by phase."""
+    if "batches-sequential" not in phases:
+        return {}
+    sequential = phases["batches-sequential"].median_us
+    overlapped = ("batches-two-streams", "batches-two-phases")
+    return {phase: sequential - phases[phase].median_us for phase in overlapped if phase in phases}
 
 
 def _summarize(samples: NDArray[np.int64], settings: Settings, num_bytes: float) -> PhaseSummary:

@@ -31,7 +31,8 @@ __device__ inline void fill_with_nan(const CombineKernelParams& p) {
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm)
     combine_kernel(const __grid_constant__ CombineKernelParams p) {
-  grid_dependency_launch();
+  // While this one waits for blocks of rows, the next kernel's would keep places that their producer needs.
+  if constexpr (!config::kByBlocks) grid_dependency_launch();
   grid_dependency_wait();
   if (p.num_tokens < 0) return;  // as dispatch
   const i32 rank = p.lane.rank;

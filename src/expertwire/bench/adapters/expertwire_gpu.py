@@ -17,7 +17,7 @@ class ExpertwireOnGpu(Adapter):
     name = "expertwire"
     notes = "torch tensors; expert outputs lie in the communicator's buffer, the result goes to out="
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, **fields: Any) -> None:
         import torch
 
         problem, own = context.problem, context.own
@@ -26,7 +26,7 @@ class ExpertwireOnGpu(Adapter):
         self._x, self._topk_ids = to_tensor(own.x, context.device), to_tensor(own.topk_ids, context.device)
         self._weights = None if own.weights is None else to_tensor(own.weights, context.device)
         self._combined: Any = torch.empty_like(self._x)
-        self._comm = MoECommunicator(context.group, config)
+        self._comm = MoECommunicator(context.group, config, **fields)
         torch.cuda.synchronize()
         context.exchange(b"made")  # loading kernels has stopped the GPU: from here on ranks may wait for each other
 

@@ -1,7 +1,7 @@
 // The first half of a combine: rows of other ranks' tokens go back.
 #pragma once
 
-#include "combine_rows.cuh"
+#include "combine_blocks.cuh"
 
 namespace expertwire {
 
@@ -10,8 +10,10 @@ struct ReturnFacts {
   Selections selections;
   u32 token;
   u32 num_rows;
-  Word words[kWords];  // RANK_MAJOR + RANK_LOCAL_REDUCE: the row itself, wherever it turns out to go
+  Word words[kWords];  // kRowsComeSummed: the row itself, wherever it turns out to go
 };
+
+constexpr bool kRowsComeSummed = config::kRankMajor && !config::kDirectSend;
 
 __device__ inline i32 return_item(i32 j) { return grid_warp_of_part(j - kFirstStep, kRanks); }
 
@@ -26,8 +28,11 @@ __device__ inline void load_row_facts(const CombineKernelParams& p, i32 source, 
   const i32 lane = lane_idx(), received = source * kMaxTokens + item / kOutPieces;
   facts.token = at<const u32>(p.lane.state, kState.tokens)[received];
   facts.selections = Selections{-1, 0.0f};
-  if constexpr (config::kRankMajor && !config::kDirectSend) {  // one row, already summed
-    load_words(p, received, item % kOutPieces, facts.words);
+  if constexpr (kRowsComeSummed) {
+    if constexpr (config::kByBlocks)
+      facts.selections.position = received;
+    else
+      load_words(p, received, item % kOutPieces, facts.words);
     return;
   }
   if (lane >= kTopkPadded) return;
@@ -84,6 +89,10 @@ __device__ inline void take_own_weight(const CombineContext& c, ReturnFacts& fac
 __device__ inline void return_piece(const CombineContext& c, i32 source, i32 item, bool hears_first, ReturnFacts& facts,
                                     Wait& wait) {
   const i32 piece = item % kOutPieces;
+  if constexpr (config::kByBlocks) {
+    if (!await_rows(c, facts.selections.position, wait)) return;  // the peers find out by their time-outs
+    if constexpr (kRowsComeSummed) load_words(c.p, facts.selections.position, piece, facts.words);
+  }
   if constexpr (config::kDirectSend) {
     return_direct(c, source, piece, facts);
   } else {

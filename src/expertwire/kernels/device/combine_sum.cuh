@@ -1,7 +1,7 @@
 // The second half of a combine: own tokens, from the own rank's part and what the others sent.
 #pragma once
 
-#include "combine_rows.cuh"
+#include "combine_blocks.cuh"
 
 namespace expertwire {
 
@@ -49,6 +49,7 @@ __device__ inline Sums sum_partials(const CombineContext& c, i32 token, i32 piec
   constexpr i32 kBatch = kRanks < 4 ? kRanks : (kWords > 1 ? 2 : 4);  // partials in flight
   Word own[kWords];
   if (kWhole && __any_sync(kAllLanes, rank_of_lane == c.rank)) {
+    if constexpr (config::kByBlocks) await_rows(c, facts.selections.position, wait);
     if constexpr (config::kRankMajor) {
       const Word* row = c.row(__shfl_sync(kAllLanes, facts.selections.position, 0));
 #pragma unroll
@@ -104,6 +105,8 @@ __device__ inline Sums sum_slots(const CombineContext& c, i32 token, i32 piece, 
     return combine_row(c.inbox, c.buffers, slot);
   };
   Sums sums;
+  if constexpr (config::kByBlocks && kWhole)
+    await_rows(c, rank_of_lane == c.rank ? facts.selections.position : -1, wait);
 #pragma unroll 1
   for (u32 left = __ballot_sync(kAllLanes, rank_of_lane >= 0); left != 0;) {
     Word rows[kGather][kWords];

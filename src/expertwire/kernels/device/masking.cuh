@@ -91,6 +91,7 @@ class MaskingWait {
   __device__ __noinline__ bool judge(i32 peer, u32 seen) {
     if (load_relaxed_sys(lane_.wait.abort) != 0) return failed_ = true;
     if (is_given_up()) return end(seen);
+    if (config::kByBlocks && peer < 0) return judge_producer(peer, seen);
     if (is_lost(peer)) return leave_out(peer);
     const u64 now = global_nanoseconds(), timeout = lane_.wait.timeout_ns;
     const u32 beat = load_relaxed_sys(&notice_from(peer)->w);
@@ -104,6 +105,19 @@ class MaskingWait {
     if (now - since_ < timeout && !too_long) return false;
     lose(peer, LossKind::TIMED_OUT);
     return leave_out(peer);
+  }
+
+  // The own producer cannot be left out. Meanwhile the others hear that this rank is here, and what they are waited for
+  // afterwards is not shortened.
+  __device__ bool judge_producer(i32 peer, u32 seen) {
+    const u64 now = global_nanoseconds();
+    if (peer != peer_) since_ = now;
+    peer_ = peer;
+    start_ = 0;
+    attend(now);
+    if (now - since_ < lane_.wait.timeout_ns) return false;
+    report_loss(lane_.wait, Loss{lane_.rank, peer, operation_, epoch_, seen});
+    return failed_ = true;
   }
 
   __device__ bool leave_out(i32 peer) {

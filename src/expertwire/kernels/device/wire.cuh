@@ -3,7 +3,7 @@
 // `config` is made by the host for one communicator:
 //   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight
 //   kFirstExpert[kNumRanks + 1] kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kScaleBlock kColumnScales kInvalidId
-//   kPhase kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
+//   kPhase kByBlocks kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
 #pragma once
 
 #include "../shared/kernel_params.cuh"

@@ -9,12 +9,17 @@ constexpr i32 kMaxGpuRanks = 72;  // one NVLink domain
 
 // Written once by the thread whose wait expired, in memory that the host reads.
 struct LossReport {
-  u32 set;  // written last
-  i32 rank, peer;
-  i32 operation;  // 0 dispatch, 1 combine
+  u32 set;         // written last
+  i32 rank, peer;  // the peer: a rank, or producer_of_row
+  i32 operation;   // 0 dispatch, 1 combine
   u32 epoch;
   u32 seen;  // the word that was there instead
 };
+
+// Whom a combine by blocks waits for in place of a rank: the producer of a row of expert_output. Below every rank's number,
+// and below -1, which stands for none.
+EW_HOST_DEVICE constexpr i32 producer_of_row(i32 row) { return -2 - row; }
+EW_HOST_DEVICE constexpr i32 row_of_producer(i32 peer) { return -2 - peer; }
 
 enum class FaultKind : u32 { NONE, ID_OUT_OF_RANGE, ID_REPEATED, HANDLE_STALE };
 
@@ -91,6 +96,10 @@ struct CombineKernelParams {
   void* out;
   i32 num_tokens;
   u32 call;  // of the dispatch that is answered
+  // By blocks alone (kByBlocks): a word for each block of rows, which holds ready_value once it is published.
+  const u32* ready_words;
+  i32 ready_block_size;
+  u32 ready_value;
 };
 
 }  // namespace expertwire
