@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ from driving import Received, assert_received, copy_output, expected, expert_out
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).resolve().parent.parent
 CASE = Case("overlap-block", (40, 25), 9, 512, 3, experts_per_rank=(5, 4), max_in_flight=2, weights="router")
 #: More tokens than the kernels for few take.
 MANY = Case("overlap-block-many", (200, 150), 16, 1024, 4, weights="router")
@@ -328,3 +332,13 @@ def _refuse(group: ew.Group, place: Place) -> None:
 
 def test_wrong_configurations_are_refused() -> None:
     run_virtual(_refuse, share(1))
+
+
+def test_the_example_gives_the_same_bits(request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("triton")
+    if request.config.getoption("list_kernels", None) is not None:
+        pytest.skip("compiles its kernels as it runs")
+    command = [sys.executable, str(ROOT / "examples" / "block_overlap.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the same bits") == 3

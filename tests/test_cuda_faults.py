@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -199,3 +202,27 @@ def test_the_rank_that_all_wait_for_is_seen_by_all(way: tuple) -> None:
         assert waited[rank] == 0.0
         for other in range(3):
             assert (waited[other] > 0.5 * LATE_BY_S) == (other == LATE != rank), of_ranks
+
+
+WITH_A_WRONG_ID = """
+import torch, expertwire as ew
+torch.cuda.set_device(0)
+config = ew.MoECommunicatorConfig(num_experts=2, hidden_size=64, num_topk=1, max_tokens_per_rank=2, device="cuda:0")
+with ew.MoECommunicator(ew.local_group(1)[0], config) as comm:
+    comm.dispatch(torch.ones(2, 64, device="cuda").bfloat16(), torch.tensor([[1], [2]], device="cuda"))
+    torch.cuda.synchronize()
+    try:
+        comm.check()
+        print("not told")
+    except ew.InvalidArgumentError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("value", "told"), [("0", "not told"), ("1", "topk_ids[1, 0] = 2 in dispatch 1")])
+def test_the_environment_asks_for_validation(value: str, told: str, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("list_kernels", None) is not None:
+        pytest.skip("compiles its kernels as it runs")
+    command, environment = [sys.executable, "-c", WITH_A_WRONG_ID], os.environ | {"EXPERTWIRE_VALIDATE": value}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.startswith(told), done.stdout + done.stderr
