@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,22 +76,27 @@ def expert_rows(moe: TorchCommunicator, dispatched: Dispatched, parameters: Any)
     return total.bfloat16()
 
 
-def rank_gradients(group: ew.Group, problem: Problem, given: tuple[Any, ...]) -> dict[str, Any]:
-    """Be one rank: forward, backward, and return y and all gradients."""
+def rank_gradients(
+    group: ew.Group, problem: Problem, given: tuple[Any, ...], devices: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Be one rank: forward, backward, and return y and all gradients. ``devices``: of the ranks; none: the CPU."""
+    device = devices[group.rank] if devices else "cpu"
     x, ids, weights, gradients, parameters = given
     layout, mode = problem.layout
     fields = {"output_layout": layout, "combine_mode": mode, "experts_per_rank": problem.experts_per_rank}
     sizes = {"num_experts": problem.num_experts, "hidden_size": HIDDEN, "num_topk": problem.num_topk}
+    fields["device"] = device
     with TorchCommunicator(group, max_tokens_per_rank=MAX_TOKENS, timeout_s=30, **sizes, **fields) as moe:
         first = moe.communicator.first_local_expert
-        own = parameters[first : first + moe.communicator.num_local_experts].clone().requires_grad_()
-        mine = x[group.rank].clone().requires_grad_()
-        weight = weights[group.rank].clone().requires_grad_()
-        dispatched = moe.dispatch(mine, ids[group.rank], weight)
+        own = parameters[first : first + moe.communicator.num_local_experts].to(device, copy=True).requires_grad_()
+        mine = x[group.rank].to(device, copy=True).requires_grad_()
+        weight = weights[group.rank].to(device, copy=True).requires_grad_()
+        dispatched = moe.dispatch(mine, ids[group.rank].to(device), weight)
         y = moe.combine(expert_rows(moe, dispatched, own), dispatched)
-        y.backward(gradients[group.rank])
+        y.backward(gradients[group.rank].to(device))
         of_experts = own.grad if len(own) else own.detach()  # no experts, no gradient
-        return {"y": y.detach(), "x": mine.grad, "weights": weight.grad, "parameters": of_experts}
+        found = {"y": y.detach(), "x": mine.grad, "weights": weight.grad, "parameters": of_experts}
+        return {name: None if value is None else value.cpu() for name, value in found.items()}
 
 
 def dense_gradients(given: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -116,7 +121,12 @@ def dense_gradients(given: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 def assert_gradients(problem: Problem, close: Callable[[Any, Any], None]) -> None:
     given = problem.inputs()
-    got = run_threads(rank_gradients, len(problem.tokens), problem, given)
+    check_gradients(problem, given, run_threads(rank_gradients, len(problem.tokens), problem, given), close)
+
+
+def check_gradients(
+    problem: Problem, given: tuple[Any, ...], got: list[dict[str, Any]], close: Callable[[Any, Any], None]
+) -> None:
     ends = np.cumsum(problem.experts_per_rank)
     for rank, (ours, theirs) in enumerate(zip(got, dense_gradients(given), strict=True)):
         own = slice(int(ends[rank]) - problem.experts_per_rank[rank], int(ends[rank]))
