@@ -14,6 +14,13 @@ MARKERS = {
     "multi_gpu": "needs two CUDA devices or more",
 }
 
+#: Of the tests that run side by side, these do so one after the other: they have times of their own, or keep all
+#: processors busy. So do those that need a GPU, whose kernels wait for each other.
+CLOCKS = {
+    *("test_confinement", "test_errors", "test_failures", "test_groups", "test_lifetimes", "test_masking"),
+    *("test_overlap", "test_specialisations", "test_two_phase"),
+}
+
 # Timings of a shared machine say nothing, and a failure must be repeatable from its printed text alone.
 settings.register_profile("expertwire", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("expertwire")
@@ -52,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_listing = config.getoption("list_kernels", None) is not None  # of gpu_suite: no GPU is touched
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
-        if needed and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))  # one after the other: their kernels wait for each other
+        if config.pluginmanager.hasplugin("xdist") and (needed or item.path.stem in CLOCKS):
+            item.add_marker(pytest.mark.xdist_group("gpu" if needed else "clocks"))
         if needed == 0:
             item.add_marker("cpu")
         elif not is_listing and (reason := missing_for(needed)):

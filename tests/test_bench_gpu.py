@@ -27,7 +27,7 @@ from expertwire.bench.gpus import Gpus, find_gpus
 from expertwire.bench.inputs import Observation, observe_dispatch, rank_input, reference_observations
 from expertwire.bench.job import Job, RankTimes
 from expertwire.bench.kernel_trace import KernelRecord, kernels_of_trace
-from expertwire.bench.overlap_timing import _WAYS
+from expertwire.bench.overlap_timing import WAYS
 from expertwire.bench.request import Request, Sweep, parse_device, parse_overlap
 from expertwire.bench.schema import PHASES, Problem, Run, Settings, Status
 from expertwire.errors import BackendError, InvalidArgumentError, UnsupportedError
@@ -345,7 +345,7 @@ def test_overlap_is_asked_for_with_all_that_it_takes() -> None:
 
 
 def test_every_order_of_micro_batches_is_a_phase() -> None:
-    assert list(_WAYS) == [phase for phase in PHASES if phase.startswith("batches-")]
+    assert list(WAYS) == [phase for phase in PHASES if phase.startswith("batches-")]
 
 
 # With GPUs
@@ -358,10 +358,10 @@ def test_pairs_are_timed_beside_a_gemm(layout: DispatchLayout) -> None:
     settings = replace(ON_GPU, overlap="gemm", kernel_rows=False)
     ours, floor = measure.measure(problem, settings, ["expertwire", "floor"]).results
     assert ours.status is Status.OK, ours.reason
-    assert ours.phases.keys() >= set(_WAYS)
+    assert ours.phases.keys() >= set(WAYS)
     assert ours.hidden_us.keys() == {"batches-two-streams", "batches-two-phases"}
     assert not floor.hidden_us
-    assert not floor.phases.keys() & set(_WAYS)
+    assert not floor.phases.keys() & set(WAYS)
 
 
 @pytest.mark.multi_gpu

@@ -282,3 +282,13 @@ def test_flashinfer_of_either_generation(
 
     with ThreadPoolExecutor(num_ranks) as pool:
         assert list(pool.map(rank, groups)) == [[""] * 4] * num_ranks
+
+
+def test_outputs_stay_where_captured_graphs_read_them() -> None:
+    torch = pytest.importorskip("torch")
+    adapter = SimpleNamespace()
+    first, second = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    assert Peer.put_outputs(adapter, first)
+    assert not Peer.put_outputs(adapter, second)
+    assert adapter._expert_output.data_ptr() == first.data_ptr()
+    assert torch.equal(first, second)

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -261,8 +262,11 @@ void full_disk_costs_time_alone() {
   check_process([&] {
     setenv("EXPERTWIRE_CACHE_DIR", folder.path().c_str(), 1);
     if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
-        mount("none", folder.path().c_str(), "tmpfs", 0, "size=4k") != 0)
+        mount("none", folder.path().c_str(), "tmpfs", 0, "size=4k") != 0) {
+      check(std::getenv("CI") == nullptr || geteuid() != 0, "root may not mount here");
+      std::fputs("not tried: this user may not mount\n", stderr);
       return;
+    }
     write(folder.path() / "file", std::string(3000, 'x'));  // the one page there is
     check(!compile_source(kSource, "sm_90a").from_cache);
     check(!compile_source(kSource, "sm_90a").from_cache);

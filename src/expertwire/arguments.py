@@ -202,7 +202,6 @@ class ArgumentReader:
         request.max_num_blocks = num_comm_sms_of(block)
         adapter, opened = self._opened(block.ready_signal, "ready_signal", held)
         words = adapter.address(opened, "ready_signal", "int32", self.signal_shape(block.block_size_m))
-        # No rows, no words; an address all the same.
         request.set_ready(words, block.block_size_m, parse_int(block.ready_value, "ready_value"))
 
     def overlap_config(

@@ -37,7 +37,8 @@ class BlockOverlapConfig:
     Attributes:
         block_size_m: rows of a block; the last one of an expert may be shorter.
         ready_signal: int32, a word for each block: EXPERT_MAJOR [L, ceil(R*M / block_size_m)], RANK_MAJOR
-            [ceil(R*M / block_size_m)]. Written by the producer alone; it must live until the combine has sent.
+            [ceil(R*M / block_size_m)]. Written by the producer alone. It must live until the combine has
+            sent, on CUDA until it has run.
         ready_value: the value that says so; any other one says "not yet".
         num_comm_sms: CUDA: the combine takes at most so many SMs, a block each, and leaves the others to the producer;
             ``None``: half of those configured. No effect on the CPU.

@@ -156,6 +156,7 @@ void CudaBackend::dispatch(int lane, const DispatchParams& params) {
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
   launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
+  lanes_[static_cast<std::size_t>(lane)].is_received[static_cast<int>(Step::DISPATCH)] = false;
   ++stats_.dispatch_calls;
 }
 
@@ -166,6 +167,7 @@ void CudaBackend::combine(int lane, const CombineParams& params) {
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
   launch(Phase::WHOLE, prepare(lane, params), stream, params.max_num_blocks);
+  lanes_[static_cast<std::size_t>(lane)].is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
 }
 

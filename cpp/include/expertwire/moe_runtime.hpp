@@ -179,7 +179,8 @@ class MoERuntime {
   /// @throws Error InvalidHandle if there is nothing to receive for the handle; PeerLost
   void combine_receive(const DispatchHandle& handle, void* stream = nullptr);
   /// Before dispatch_receive: whether it would not wait (CPU); false (CUDA). After it: whether the outputs are there. A
-  /// stale handle gets the answer for the dispatch that uses its lane now.
+  /// stale handle gets the answer for the dispatch that uses its lane now. On CUDA false after a dispatch in one phase,
+  /// whose end the stream tells.
   /// @throws Error InvalidHandle if the handle is empty or of another runtime
   bool dispatch_done(const DispatchHandle& handle);
   /// The same of the combine that was sent last for the handle; false if none was.

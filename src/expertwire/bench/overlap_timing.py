@@ -32,9 +32,11 @@ class MicroBatches(ExpertwireOnGpu):
         self._products = [torch.empty_like(self._factors[0]) for _ in _BATCHES]
         self._side = torch.cuda.Stream(context.device, priority=-1)  # few blocks that others wait for go first
         self._rows, self._outs = [], [torch.empty_like(self._x) for _ in _BATCHES]
+        self._lanes = []  # what dispatch returned; batches take the lanes in turns, in every order of the work
         for _ in _BATCHES:
             self.dispatch()
             self.apply_experts()
+            self._lanes.append(self._received)
             self._rows.append(self._expert_output)
             self.combine()
 
@@ -81,14 +83,17 @@ class MicroBatches(ExpertwireOnGpu):
             request.wait()
 
     def spoil(self) -> None:
-        """Fill the results with NaN."""
-        for out in self._outs:
+        """Fill the results with NaN and the received tokens with zeros."""
+        for out, received in zip(self._outs, self._lanes, strict=True):
             out.fill_(float("nan"))
+            self._received = received
+            self.forget()
 
     def results(self) -> list[Observation]:
         """Return what each batch has come to."""
         observed = []
-        for out in self._outs:
+        for out, received in zip(self._outs, self._lanes, strict=True):
+            self._received = received
             self._combined.copy_(out)
             observed.append(self.observe())
         return observed
@@ -97,15 +102,14 @@ class MicroBatches(ExpertwireOnGpu):
         self._torch.mm(*self._factors, out=self._products[batch])
 
     def _dispatch(self, **options: Any) -> Any:
-        self._received, handle = self._comm.dispatch(self._x, self._topk_ids, self._weights, **options)
-        return handle
+        return self._comm.dispatch(self._x, self._topk_ids, self._weights, **options)[1]
 
     def _combine(self, batch: int, handle: Any, **options: Any) -> None:
         self._comm.combine(self._rows[batch], handle, out=self._outs[batch], **options)
 
 
 #: How each phase orders the work.
-_WAYS: dict[str, Callable[[MicroBatches], None]] = {
+WAYS: dict[str, Callable[[MicroBatches], None]] = {
     "batches-gemm": MicroBatches.gemms,
     "batches-pair": MicroBatches.pairs,
     "batches-sequential": MicroBatches.sequential,
@@ -118,14 +122,15 @@ class OverlapTimer:
     """Times every way in captured graphs of it. Construction and ``round`` are collective.
 
     Args:
-        context: of this rank.
+        batches: of this rank; the caller closes them.
+        context: the same.
         difference: what is wrong with an observation, or an empty string.
     """
 
-    def __init__(self, context: RankContext, difference: Callable[[Observation], str]) -> None:
-        self._batches, self._difference = MicroBatches(context), difference
+    def __init__(self, batches: MicroBatches, context: RankContext, difference: Callable[[Observation], str]) -> None:
+        self._batches, self._difference = batches, difference
         self._timers: dict[str, GpuTimer] = {}
-        for phase, way in _WAYS.items():
+        for phase, way in WAYS.items():
             self._batches.spoil()
             way(self._batches)  # loads what it needs
             self._check(phase)
@@ -140,10 +145,6 @@ class OverlapTimer:
     def round(self, count: int) -> Times:
         """Return nanoseconds of two micro-batches, ``count`` times for each way."""
         return {phase: timer.replays(count) for phase, timer in self._timers.items()}
-
-    def close(self) -> None:
-        """Close the communicator."""
-        self._batches.close()
 
     def _check(self, phase: str) -> None:
         results = self._batches.results()

@@ -110,25 +110,33 @@ class _RankOfLib:
         if not self._job.settings.threads:
             faulthandler.dump_traceback_later(self._job.settings.timeout_s + _STEP_GRACE_S, exit=True)  # hangs end
         if not self.times.failure:
-            self._agree(step, *args)
+            try:
+                self.times.failure = self._agree(step, *args)
+            except FailedElsewhereError as known:
+                self.times.failure = str(known)
         if counts and self._group.rank == 0:
             self._job.count_step()
 
-    def _agree(self, step: Callable[..., None], *args: int) -> None:
+    def _agree(self, step: Callable[..., None], *args: int) -> str:
+        """Run a step that all ranks come to; return what went wrong in it on any of them, or an empty string.
+
+        Steps may be parts of others. A rank that fails before it comes to this one raises FailedElsewhereError here on
+        the others, which then leave the step around it like that rank.
+        """
+        self.exchange(b"ready")
         failure = ""
         try:
-            self.exchange(b"ready")
             step(*args)
         except FailedElsewhereError as known:
-            self.times.failure = str(known)
-            return
+            return str(known)
         except Exception as error:  # whatever a library raises becomes its row
             refused = isinstance(error, UnsupportedError)
             failure = f"{REFUSED}{' '.join(str(error).split())}" if refused else in_one_line(error)
         try:
             self.exchange(b"done", failure)
         except FailedElsewhereError as known:
-            self.times.failure = str(known)
+            return str(known)
+        return ""
 
     def exchange(self, word: bytes, failure: str = "") -> list[bytes]:
         """All-gather a word, or that this rank has failed: then the same exchange ends the step on every rank."""
@@ -161,14 +169,29 @@ class _RankOfLib:
         self._timer = self._make_timer()
         self.times.missing.update(self._timer.prepare(self.check))
         if self._job.settings.overlap and self._lib == "expertwire":
-            self._overlap = self._make_overlap_timer()
+            self._overlap_or_not(self._make_overlap_timer)
 
-    def _make_overlap_timer(self) -> Any:
-        from expertwire.bench.overlap_timing import OverlapTimer
+    def _make_overlap_timer(self) -> None:
+        from expertwire.bench.overlap_timing import MicroBatches, OverlapTimer
 
-        timer = OverlapTimer(self._context, lambda observed: self._adapter.difference(observed, self._expected))
-        self._made.callback(timer.close)
-        return timer
+        batches = MicroBatches(self._context)
+        self._made.callback(batches.close)
+        self._overlap = OverlapTimer(
+            batches, self._context, lambda observed: self._adapter.difference(observed, self._expected)
+        )
+
+    def _overlap_or_not(self, step: Callable[..., None], *args: int) -> None:
+        """Run a step of ``--overlap``; if it fails, those phases have no figures, and the others are as they were."""
+        from expertwire.bench.overlap_timing import WAYS
+
+        if failure := self._agree(step, *args):
+            self._overlap = None
+            for phase in WAYS:
+                self.times.samples.pop(phase, None)
+                self.times.missing[phase] = failure
+
+    def _time_overlap(self, count: int) -> None:
+        self._keep(self._overlap.round(count))
 
     def _make_timer(self) -> Timer:
         settings = self._job.settings
@@ -188,7 +211,7 @@ class _RankOfLib:
         self._adapter.forget()
         self._keep(self._timer.round(count))
         if self._overlap is not None:
-            self._keep(self._overlap.round(count))
+            self._overlap_or_not(self._time_overlap, count)
         if self._job.settings.validate:
             self.check()
 

@@ -55,7 +55,10 @@ def _print_run(run: Run, console: Console) -> None:
 
 def _hidden(run: Run, result: LibResult) -> str:
     """Return in one line how much of their pairs two micro-batches hide behind their GEMMs."""
-    problem, pair = run.problem, result.phases["batches-pair"].median_us
+    problem, pairs = run.problem, result.phases.get("batches-pair")
+    if pairs is None:
+        return ""
+    pair = pairs.median_us
     saved = (
         f"{time:.1f} us ({time / pair:.0%}) in {phase.removeprefix('batches-').replace('-', ' ')}"
         for phase, time in result.hidden_us.items()

@@ -41,7 +41,7 @@ class DeepEp(Peer):
 
     def apply_experts(self) -> None:
         """Work the outputs out on the GPU."""
-        self._expert_output = self._way.outputs()
+        self.put_outputs(self._way.outputs())
 
     def combine(self) -> None:
         """Combine on the current stream."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from expertwire.bench.adapters.base import RankContext
 from expertwire.bench.adapters.peer import Peer
 from expertwire.bench.adapters.torch_group import process_group
+from expertwire.errors import UnsupportedError
 from expertwire.types import DispatchLayout
 
 
@@ -74,6 +76,8 @@ class OfMoeAlltoAll:
         from flashinfer.comm.mapping import Mapping  # type: ignore[import-not-found]
         from flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend  # type: ignore[import-not-found]
 
+        if "output" not in inspect.signature(MoeAlltoAll.combine).parameters:
+            raise UnsupportedError("this version of MoeAlltoAll.combine has no output=: 0.6.18 or newer is needed")
         group, self._problem = context.group, context.problem
         mapping = Mapping(
             world_size=group.size,

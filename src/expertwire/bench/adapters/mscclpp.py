@@ -63,7 +63,7 @@ class Mscclpp(Peer):
         if self._received.quant is not None:
             tokens = tokens.float() * self._received.quant.block_scales.repeat_interleave(128, dim=-1)
         if not self._rank_major:
-            self._expert_output = self.expert_major_outputs(tokens)
+            self.put_outputs(self.expert_major_outputs(tokens))
             return
         problem = self._context.problem
         rows = tokens.reshape(-1, problem.hidden_size)

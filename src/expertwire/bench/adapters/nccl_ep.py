@@ -87,10 +87,11 @@ class NcclEp(Peer):
             weights = self._row_weights.flatten(0, 1).where(ids >= 0, 0.0)
             first = rank * (problem.num_experts // problem.num_ranks)  # ids count from this rank's first expert
             outputs = self.weighted_outputs(self._tokens.flatten(0, 1), first + ids.clamp(min=0), weights)
-            self._expert_output = outputs.view_as(self._tokens)
+            outputs = outputs.view_as(self._tokens)
         else:
-            self._expert_output = self.expert_major_outputs(self._tokens)
-        self._combine_inputs = self._ep.CombineInputs(tokens=self._ep.Tensor(self._expert_output))
+            outputs = self.expert_major_outputs(self._tokens)
+        if self.put_outputs(outputs):
+            self._combine_inputs = self._ep.CombineInputs(tokens=self._ep.Tensor(self._expert_output))
 
     def combine(self) -> None:
         """Combine on the current stream."""

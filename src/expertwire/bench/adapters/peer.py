@@ -89,6 +89,15 @@ class Peer(Adapter):
         """Fill the combined tokens with NaN."""
         self._combined.fill_(float("nan"))
 
+    def put_outputs(self, outputs: Any) -> bool:
+        """Keep expert outputs where the first lie, which captured graphs read. Return whether these are them."""
+        first = getattr(self, "_expert_output", None)
+        if first is None or first.shape != outputs.shape:
+            self._expert_output = outputs
+            return True
+        first.copy_(outputs)
+        return False
+
     @abstractmethod
     def received(self) -> tuple[Any, Any]:
         """Return the counts, of experts or ranks, and the valid rows [N, H] that the last dispatch left."""

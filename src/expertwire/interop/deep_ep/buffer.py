@@ -188,7 +188,7 @@ class Buffer(LeftOut):
             self._communicators.used(problem)
         handle = routing.handle(Dispatched(self._communicators, comm, problem, output, core_handle))
         rows, counts = received_rows(output), output.layout.num_tokens_per_expert
-        kept = (x, topk_idx, rows, counts, handle, cumulative_local_expert_recv_stats)
+        kept = (x, topk_idx, rows, counts, handle, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         return rows, counts, handle, _event(async_finish, stream, kept), hook
 
     def low_latency_combine(
@@ -248,7 +248,8 @@ class Buffer(LeftOut):
                 with waiting.of(comm):
                     comm.combine(sent, dispatched.handle, weights=topk_weights, out=out)
             self._communicators.used(problem)
-        return out, _event(async_finish, stream, (sent, topk_idx, topk_weights, handle, out)), hook
+        kept = (sent, topk_idx, topk_weights, handle, out, combine_wait_recv_cost_stats)
+        return out, _event(async_finish, stream, kept), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Array:
         """What combine reads with ``zero_copy=True``: bfloat16 [L, R*M, H], to be filled by the caller."""
