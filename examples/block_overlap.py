@@ -3,7 +3,6 @@
 ``python examples/block_overlap.py`` compares a few steps with the same work done one after the other. Needs a GPU,
 torch and Triton. ``docs/overlap.md`` explains the publishing protocol.
 """
-# ruff: noqa: N803, PLR0917 - names and arguments of a Triton kernel
 
 from __future__ import annotations
 
@@ -14,14 +13,11 @@ import triton.language as tl
 import expertwire as ew
 
 EXPERTS, TOPK, HIDDEN, MOST, STEPS = 4, 2, 512, 192, 3
-BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
+H, BLOCK_M, BLOCK_N, BLOCK_K = tl.constexpr(HIDDEN), tl.constexpr(64), tl.constexpr(128), tl.constexpr(64)
 
 
 @triton.jit
-def expert_gemm(
-    x_ptr, w_ptr, y_ptr, counts_ptr, signal_ptr, rows_of_expert, H: tl.constexpr, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def expert_gemm(x_ptr, w_ptr, y_ptr, counts_ptr, signal_ptr, rows_of_expert):
     """Make y = x @ w for the valid rows of each expert; a program makes a tile, and adds 1 to its block's word."""
     column, block, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # columns first: blocks end one by one
     count = tl.load(counts_ptr + expert)
@@ -36,9 +32,9 @@ def expert_gemm(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, H, BLOCK_K):
             x = tl.load(x_ptr + row * H + start + k[None, :], mask=valid, other=0.0)
-            w = tl.load(w_ptr + (expert.to(tl.int64) * H + start + k[:, None]) * N + n[None, :])
+            w = tl.load(w_ptr + (expert.to(tl.int64) * H + start + k[:, None]) * H + n[None, :])
             total += tl.dot(x, w)
-        tl.store(y_ptr + row * N + n[None, :], total.to(tl.bfloat16), mask=valid)
+        tl.store(y_ptr + row * H + n[None, :], total.to(tl.bfloat16), mask=valid)
     tl.debug_barrier()  # all of the program's stores come before the signal
     tl.atomic_add(signal_ptr + expert * tl.num_programs(1) + block, 1, sem="release", scope="gpu")
 
@@ -47,7 +43,7 @@ def exchange(comm: ew.MoECommunicator, inputs: tuple[torch.Tensor, ...], overlap
     """Return the combined tokens of each step."""
     x, topk_ids, weights, w = inputs
     local_experts, rows_of_expert = comm.num_local_experts, comm.num_ranks * MOST
-    tiles, blocks = HIDDEN // BLOCK_N, triton.cdiv(rows_of_expert, BLOCK_M)
+    tiles, blocks = HIDDEN // BLOCK_N.value, triton.cdiv(rows_of_expert, BLOCK_M.value)
     signal = torch.zeros(local_experts, blocks, dtype=torch.int32, device="cuda")
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     results = []
@@ -58,14 +54,11 @@ def exchange(comm: ew.MoECommunicator, inputs: tuple[torch.Tensor, ...], overlap
         main.wait_stream(side)
         rows = out.combine_input_buffer
         gemm = expert_gemm[tiles, blocks, local_experts]
-        gemm(
-            out.tokens, w, rows, out.layout.num_tokens_per_expert, signal, rows_of_expert, HIDDEN, HIDDEN,
-            BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        gemm(out.tokens, w, rows, out.layout.num_tokens_per_expert, signal, rows_of_expert)
         overlap = None
         if overlapped:
             overlap = comm.create_overlap_config(
-                "combine", level="block", block_size_m=BLOCK_M, ready_signal=signal, ready_value=step * tiles
+                "combine", level="block", block_size_m=BLOCK_M.value, ready_signal=signal, ready_value=step * tiles
             )
         else:
             side.wait_stream(main)
