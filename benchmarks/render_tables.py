@@ -1,4 +1,4 @@
-"""Make the tables and figures of docs/benchmarks.md from committed JSON.
+"""Make the tables and figures of docs/benchmarks.md, and the table of README.md, from committed JSON.
 
 A table stands between ``<!-- table: PREFIX KIND -->`` and ``<!-- end -->``, a figure between ``<!-- figure: PREFIX SIZE
 -->`` and ``<!-- end -->``. PREFIX names the files ``benchmarks/results/PREFIX.json`` and ``PREFIX-*.json`` of
@@ -32,7 +32,7 @@ from expertwire.bench.stored import read_report
 from expertwire.bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 CHECKS = ROOT / "benchmarks" / "checks"
@@ -235,6 +235,25 @@ def gpu_bars_table(prefix: str) -> str:
     return markdown(headings, lines)
 
 
+def headline_table(prefix: str) -> str:
+    """Return the captured pair of each named shape in both layouts, beside the slower of their floors."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for row in _workload_rows(prefix):
+        if row.phase == "pair" and way(row.problem).endswith("-major, rank-local-reduce, bf16"):
+            found.setdefault(sizes(row.problem), {})[row.problem.layout.name, row.lib] = row.figures.median_us
+    layouts = ("RANK_MAJOR", "EXPERT_MAJOR")
+    whole = {name: own for name, own in found.items() if {(layout, OURS) for layout in layouts} <= own.keys()}
+    lines = [
+        [
+            name,
+            *(f"{own[layout, OURS]:.1f}" for layout in layouts),
+            f"{max(own[layout, FLOOR] for layout in layouts):.1f}",
+        ]
+        for name, own in whole.items()
+    ]
+    return markdown(["", *(f"`{layout}`" for layout in layouts), "raw copies of the rows"], lines)
+
+
 def blocks_table(prefix: str) -> str:
     """Return a row for each shape and way that was measured with several grid sizes, the communicator's own last."""
     by_problem: dict[Problem, dict[int, float]] = {}
@@ -289,6 +308,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     **{size.replace("_", "-"): functools.partial(sweep_table, size=size) for size in SWEPT},
     "num-blocks": blocks_table,
     "gpu-bars": gpu_bars_table,
+    "headline": headline_table,
 }
 _WITHOUT_REPORTS = {"bars", "check"}
 
@@ -316,14 +336,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
+    page, readme = (path.read_text(encoding="utf-8") for path in (PAGE, README))
     text, files = render(page)
+    front, _ = render(readme)
     stored = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.glob("*.svg")}
     if options.check:
-        if (text, files) != (page, stored):
-            print("docs/benchmarks.md or docs/figures is out of date: run benchmarks/render_tables.py", file=sys.stderr)
-        return int((text, files) != (page, stored))
+        is_old = (text, files, front) != (page, stored, readme)
+        if is_old:
+            print(
+                "README.md, docs/benchmarks.md or docs/figures is out of date: run benchmarks/render_tables.py",
+                file=sys.stderr,
+            )
+        return int(is_old)
     PAGE.write_text(text, encoding="utf-8")
+    README.write_text(front, encoding="utf-8")
     FIGURES.mkdir(exist_ok=True)
     for name in stored.keys() - files.keys():
         (FIGURES / name).unlink()

@@ -50,6 +50,8 @@ def test_tables_and_figures_are_those_of_the_committed_results(script: ModuleTyp
     page = script.PAGE.read_text(encoding="utf-8")
     text, files = script.render(page)
     assert text == page, "run: python benchmarks/render_tables.py"
+    readme = script.README.read_text(encoding="utf-8")
+    assert script.render(readme)[0] == readme, "run: python benchmarks/render_tables.py"
     assert files == {path.name: path.read_text(encoding="utf-8") for path in script.FIGURES.glob("*.svg")}
     assert page.count("<!-- end -->") == page.count("<!-- table: ") + page.count("<!-- figure: ") > 0
 
