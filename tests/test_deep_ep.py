@@ -11,6 +11,7 @@ import pytest
 
 import expertwire as ew
 from bits import assert_same_bits
+from driving import run_threads
 from expertwire import reference
 from expertwire.interop.torch_arrays import DTYPES
 
@@ -171,7 +172,7 @@ def bits_and_strides(buffer: Any) -> bool:
         narrow = ids.int() if step % 2 else ids
         rows, num_rows, handle, _, _ = buffer.low_latency_dispatch(x, narrow, MOST, EXPERTS, **form)
         config = handle.dispatched.comm.config
-        assert config.combine_mode is ew.CombineMode.DIRECT_SEND
+        assert config.combine_mode is buffer.combine_mode
         want = reference.dispatch(config, inputs)
         mine = want[buffer.rank]
         if form["use_fp8"]:
@@ -251,3 +252,20 @@ def all_parts(buffer: Any) -> tuple[Any, ...]:
 def test_with_ranks_over_gloo(tmp_path: Path) -> None:
     results = ew.spawn(over_gloo, RANKS, str(tmp_path / "store"), all_parts, timeout_s=100)
     assert results == [(2 * len(FORMATS), 2 * len(FORMATS), True, True, True)] * RANKS
+
+
+class Summing(deep_ep.Buffer):
+    """Sends one sum for each rank."""
+
+    combine_mode = ew.CombineMode.RANK_LOCAL_REDUCE
+
+
+def summing_parts(group: ew.Group) -> tuple[Any, ...]:
+    buffer = Summing(group, low_latency_mode=True)
+    done = (the_checks_of_the_original(buffer, True), bits_and_strides(buffer), two_micro_batches(buffer))
+    buffer.destroy()
+    return done
+
+
+def test_one_sum_for_each_rank_has_the_bits_of_that_mode() -> None:
+    assert run_threads(summing_parts, RANKS) == [(2 * len(FORMATS), True, True)] * RANKS

@@ -20,7 +20,7 @@ from expertwire.interop.deep_ep.hooks import RecvHook
 from expertwire.interop.deep_ep.left_out import LeftOut, refuse_unknown
 from expertwire.interop.deep_ep.waiting import WaitingTimes
 from expertwire.requests import MoERequest
-from expertwire.types import Array, PeerLossPolicy
+from expertwire.types import Array, CombineMode, PeerLossPolicy
 
 _BF16_BYTES = 2
 _ROW_BUFFERS = 2  # what dispatch returns, and what combine takes
@@ -49,6 +49,9 @@ class Buffer(LeftOut):
     Attributes:
         num_sms: of the high-throughput kernels of the original, which read it; without an effect here.
         timeout_s: bound of every wait for a peer, seconds; set it on the class before a Buffer is made.
+        combine_mode: ``DIRECT_SEND`` sends back a row for each expert and rounds once, like the original;
+            ``RANK_LOCAL_REDUCE`` sends one sum for each rank, which is faster, and rounds that one, too. Set it on the
+            class likewise, the same on all ranks.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -57,6 +60,7 @@ class Buffer(LeftOut):
 
     num_sms: int = 20
     timeout_s: float = 100.0
+    combine_mode: CombineMode = CombineMode.DIRECT_SEND
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class Buffer(LeftOut):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         policy = PeerLossPolicy.MASK if enable_shrink else PeerLossPolicy.RAISE
-        self._communicators = Communicators(self._group, policy, self.timeout_s)
+        self._communicators = Communicators(self._group, policy, self.timeout_s, self.combine_mode)
         self._comm_streams: dict[int, Any] = {}  # by device
         self._destroyed = False
 
@@ -222,7 +226,8 @@ class Buffer(LeftOut):
             unknown: what only some forks of the original have; refused.
 
         Returns:
-            bfloat16 [T, H], summed in float32 in ascending k and rounded once; the event; the hook, or ``None``.
+            bfloat16 [T, H], summed in float32 in the order of ``combine_mode`` (``docs/numerics.md``); the event; the
+            hook, or ``None``.
 
         Raises:
             HandleError: the handle is stale or another Buffer's.

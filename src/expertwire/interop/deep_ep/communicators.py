@@ -76,12 +76,14 @@ class Communicators:
         group: who takes part.
         on_peer_loss: of all of them.
         timeout_s: of all of them.
+        combine_mode: of all of them.
     """
 
-    def __init__(self, group: Group, on_peer_loss: PeerLossPolicy, timeout_s: float) -> None:
+    def __init__(self, group: Group, on_peer_loss: PeerLossPolicy, timeout_s: float, combine_mode: CombineMode) -> None:
         self._group = group
         self._on_peer_loss = on_peer_loss
         self._timeout_s = timeout_s
+        self._combine_mode = combine_mode
         self._kept: dict[Problem, _Kept] = {}  # the oldest use first
 
     def get(self, problem: Problem) -> MoECommunicator:
@@ -136,7 +138,7 @@ class Communicators:
             num_topk=problem.num_topk,
             max_tokens_per_rank=problem.num_max_dispatch_tokens_per_rank,
             output_layout=DispatchLayout.EXPERT_MAJOR,
-            combine_mode=CombineMode.DIRECT_SEND,  # rounds once, and weights that come with combine cost nothing
+            combine_mode=self._combine_mode,
             quant=FORMATS[problem.payload],
             max_in_flight=LANES,
             two_phase=True,  # for hooks
