@@ -45,8 +45,10 @@ def wanted(x: Any) -> Any:
     return (x[:3].cpu().float() * torch.tensor(SUMS)).bfloat16()
 
 
+@pytest.mark.parametrize("mode", ew.CombineMode)
 @pytest.mark.parametrize("form", ["plain", "event", "hook"])
-def test_forms_of_a_call(form: str) -> None:
+def test_forms_of_a_call(form: str, mode: ew.CombineMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_ep.Buffer, "combine_mode", mode)
     buffer, (x, ids, weights) = single(), inputs()
     how = {"async_finish": form == "event", "return_recv_hook": form == "hook"}
     stats = torch.zeros(EXPERTS, dtype=torch.int32, device="cuda")
