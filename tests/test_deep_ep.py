@@ -269,3 +269,28 @@ def summing_parts(group: ew.Group) -> tuple[Any, ...]:
 
 def test_one_sum_for_each_rank_has_the_bits_of_that_mode() -> None:
     assert run_threads(summing_parts, RANKS) == [(2 * len(FORMATS), True, True)] * RANKS
+
+
+def test_elements_of_a_handle_are_there_until_its_lane_is_used_again() -> None:
+    buffer = deep_ep.Buffer(ew.local_group(1)[0], low_latency_mode=True)
+    x = torch.ones(2, 128, dtype=torch.bfloat16)
+    first, second, third = (
+        buffer.low_latency_dispatch(x, torch.tensor(ids), 4, 3, use_fp8=False)[2]
+        for ids in ([[0], [1]], [[2], [2]], [[1], [-1]])
+    )
+    assert len(second) == 5
+    assert second[2:] == (4, 128, 3) == tuple(second)[2:]
+    assert second[-1] == 3
+    assert second[0][2, :2].tolist() == [0, 1]
+    assert second[1].tolist() == [[0], [0], [2]]
+    assert third[1].shape == (3, 1)
+    assert third[1].tolist() == [[0], [1], [0]]
+    for read in (lambda: first[0], lambda: first[1], lambda: list(first)):
+        with pytest.raises(ew.HandleError, match="handle: stale: its lane has been used by a newer dispatch"):
+            read()
+    assert first[2] == 4
+    with pytest.raises(IndexError):
+        first[5]
+    buffer.destroy()
+    with pytest.raises(ew.HandleError, match="or its communicator closed"):
+        third[0]

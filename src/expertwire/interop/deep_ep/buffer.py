@@ -14,7 +14,7 @@ from expertwire.groups import Group
 from expertwire.interop.arrays import refuse
 from expertwire.interop.deep_ep import arguments
 from expertwire.interop.deep_ep.communicators import LANES, Communicators
-from expertwire.interop.deep_ep.dispatched import Dispatched, LowLatencyHandle, Routing, answer, opened, received_rows
+from expertwire.interop.deep_ep.dispatched import Dispatched, LowLatencyHandle, RecvStats, answer, opened, received_rows
 from expertwire.interop.deep_ep.events import EventHandle, EventOverlap
 from expertwire.interop.deep_ep.hooks import RecvHook
 from expertwire.interop.deep_ep.left_out import LeftOut, refuse_unknown
@@ -175,7 +175,7 @@ class Buffer(LeftOut):
         self._enter("low_latency_dispatch", unknown, async_finish, return_recv_hook)
         most, payload = num_max_dispatch_tokens_per_rank, arguments.payload_of(use_fp8, round_scale, use_ue8m0)
         problem = arguments.problem_of(x, topk_idx, most, num_experts, self.group_size, payload)
-        routing = Routing(problem, self.group_size, cumulative_local_expert_recv_stats)
+        stats = RecvStats(cumulative_local_expert_recv_stats, problem, self.group_size)
         waiting = WaitingTimes(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", self.group_size, problem)
         comm = self._communicators.get(problem)
         hook = None
@@ -184,13 +184,13 @@ class Buffer(LeftOut):
             if return_recv_hook:
                 request = comm.dispatch_async(x, topk_idx)
                 output, core_handle = request.result
-                hook = RecvHook("low_latency_dispatch", partial(_receive, waiting, comm, request, routing))
+                hook = RecvHook("low_latency_dispatch", partial(_receive, waiting, comm, request, stats))
             else:
                 with waiting.of(comm):
                     output, core_handle = comm.dispatch(x, topk_idx)
-                routing.read(output)
-            self._communicators.used(problem)
-        handle = routing.handle(Dispatched(self._communicators, comm, problem, output, core_handle))
+                stats.add(output)
+            self._communicators.dispatched(problem, core_handle)
+        handle = LowLatencyHandle.of(Dispatched(self._communicators, comm, problem, output, core_handle))
         rows, counts = received_rows(output), output.layout.num_tokens_per_expert
         kept = (x, topk_idx, rows, counts, handle, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         return rows, counts, handle, _event(async_finish, stream, kept), hook
@@ -343,8 +343,8 @@ def _group_of(group: Any, comm: Any) -> Group:
     return Group.from_mpi(comm) if group is None else Group.from_torch(group)
 
 
-def _receive(waiting: WaitingTimes, comm: MoECommunicator, request: MoERequest, routing: Routing | None = None) -> None:
+def _receive(waiting: WaitingTimes, comm: MoECommunicator, request: MoERequest, stats: RecvStats | None = None) -> None:
     with waiting.of(comm):
         result = request.wait()
-    if routing is not None:
-        routing.read(result[0])
+    if stats is not None:
+        stats.add(result[0])

@@ -6,11 +6,12 @@ same order. Their number is bounded: one more than :data:`MOST` drops the one wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from expertwire import _core
 from expertwire.communicator import MoECommunicator
 from expertwire.errors import InvalidArgumentError, PeerLostError, UnsupportedError
 from expertwire.groups import Group
@@ -67,6 +68,7 @@ class Problem(NamedTuple):
 class _Kept:
     comm: MoECommunicator
     in_graph: bool = False
+    latest: dict[int, _core.DispatchHandle] = field(default_factory=dict)  # of each lane
 
 
 class Communicators:
@@ -102,6 +104,15 @@ class Communicators:
         """Notes that a call has gone out: only then is it one that all ranks have made."""
         kept = self._kept[problem] = self._kept.pop(problem)
         kept.in_graph = kept.in_graph or is_capturing(problem.device)
+
+    def dispatched(self, problem: Problem, handle: _core.DispatchHandle) -> None:
+        """Notes that a dispatch has gone out."""
+        self.used(problem)
+        self._kept[problem].latest[handle.lane] = handle
+
+    def is_latest(self, comm: MoECommunicator, handle: _core.DispatchHandle) -> bool:
+        """Whether no newer dispatch has used the handle's lane, and the communicator is one of these."""
+        return any(kept.comm is comm and kept.latest.get(handle.lane) is handle for kept in self._kept.values())
 
     def holds(self, comm: MoECommunicator) -> bool:
         """Whether it is one of these and open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from expertwire.interop.deep_ep import arguments
 from expertwire.interop.deep_ep.communicators import Communicators, Problem
 from expertwire.types import Array, DispatchOutput
 
-_HALF = 2  # a layout range is an int64 of two int32
+_MADE = 2  # elements of a handle that are made when they are read
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class LowLatencyHandle(tuple[Any, ...]):
     """What ``low_latency_dispatch`` returns for ``low_latency_combine``: a tuple of five.
 
     The elements are the source tokens int32 [L, R*M] (index of the token on its rank), the layout ranges int64 [L, R]
-    (first row in the upper half, number of rows in the lower one), M, H and E.
+    (first row in the upper half, number of rows in the lower one), M, H and E. The first two are made anew whenever
+    they are read, on the current stream, since hardly anyone reads them and each costs a kernel. So they are there once
+    the dispatch has been received, and until two newer dispatches of the same shapes and format.
 
     Attributes:
         dispatched: the dispatch that it names.
@@ -49,50 +52,62 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     dispatched: Dispatched
 
-
-class Routing:
-    """Where the rows came from, in tensors of the caller's own.
-
-    Args:
-        problem: of the dispatch.
-        num_ranks: R.
-        recv_stats: int32 [L], to which the counts are added, or ``None``.
-
-    Raises:
-        InvalidArgumentError: ``recv_stats`` is no such tensor.
-    """
-
-    def __init__(self, problem: Problem, num_ranks: int, recv_stats: Array | None) -> None:
-        self._most = problem.num_max_dispatch_tokens_per_rank
-        self._recv_stats = recv_stats
-        num_local_experts = problem.num_experts // num_ranks
-        if recv_stats is not None:
-            name = "cumulative_local_expert_recv_stats"
-            arguments.tensor(recv_stats, name, "int32", (num_local_experts,), problem.device)
-        rows = (num_local_experts, num_ranks * self._most)
-        self.source_tokens = torch.empty(rows, dtype=torch.int32, device=problem.device)
-        self.layout_range = torch.empty((num_local_experts, num_ranks), dtype=torch.int64, device=problem.device)
-
-    def read(self, output: DispatchOutput) -> None:
-        """Fills the tensors from a dispatch that has been received."""
-        counts, ranges = output.layout.num_tokens_per_expert, output.layout.rank_ranges
-        assert output.source_token is not None  # noqa: S101 - EXPERT_MAJOR
-        assert counts is not None  # noqa: S101
-        assert ranges is not None  # noqa: S101
-        torch.remainder(output.source_token, self._most, out=self.source_tokens)
-        halves = self.layout_range.view(torch.int32).view(*self.layout_range.shape, _HALF)
-        torch.stack((ranges[..., 1], ranges[..., 0]), -1, out=halves)  # the count first: it is the lower half
-        if self._recv_stats is not None:
-            self._recv_stats.add_(counts)
-
-    def handle(self, dispatched: Dispatched) -> LowLatencyHandle:
-        """The handle of a dispatch whose rows these tensors describe, or will."""
+    @classmethod
+    def of(cls, dispatched: Dispatched) -> LowLatencyHandle:
+        """The handle of a dispatch."""
         problem = dispatched.problem
-        made = LowLatencyHandle(
-            (self.source_tokens, self.layout_range, self._most, problem.hidden, problem.num_experts)
-        )
+        made = cls((None, None, problem.num_max_dispatch_tokens_per_rank, problem.hidden, problem.num_experts))
         made.dispatched = dispatched
         return made
+
+    def __getitem__(self, index: Any) -> Any:
+        """As of a tuple."""
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        place = range(len(self))[index]
+        return (self._source_tokens, self._layout_range)[place]() if place < _MADE else super().__getitem__(place)
+
+    def __iter__(self) -> Iterator[Any]:
+        """As of a tuple."""
+        return (self[place] for place in range(len(self)))
+
+    def _source_tokens(self) -> Array:
+        output = self._output()
+        return torch.remainder(output.source_token, self.dispatched.problem.num_max_dispatch_tokens_per_rank)
+
+    def _layout_range(self) -> Array:
+        ranges = self._output().layout.rank_ranges
+        assert ranges is not None  # noqa: S101 - EXPERT_MAJOR
+        return torch.stack((ranges[..., 1], ranges[..., 0]), -1).view(torch.int64).squeeze(-1)  # the lower half first
+
+    def _output(self) -> DispatchOutput:
+        if not self.dispatched.owner.is_latest(self.dispatched.comm, self.dispatched.handle):
+            raise HandleError("handle: stale: its lane has been used by a newer dispatch, or its communicator closed")
+        return self.dispatched.output
+
+
+class RecvStats:
+    """A tensor of the caller's, to which the rows received for each expert are added.
+
+    Args:
+        total: int32 [L], or ``None``.
+        problem: of the dispatch.
+        num_ranks: R.
+
+    Raises:
+        InvalidArgumentError: ``total`` is no such tensor.
+    """
+
+    def __init__(self, total: Array | None, problem: Problem, num_ranks: int) -> None:
+        self._total = total
+        if total is not None:
+            shape = (problem.num_experts // num_ranks,)
+            arguments.tensor(total, "cumulative_local_expert_recv_stats", "int32", shape, problem.device)
+
+    def add(self, output: DispatchOutput) -> None:
+        """Adds the counts of a dispatch that has been received."""
+        if self._total is not None:
+            self._total.add_(output.layout.num_tokens_per_expert)
 
 
 def received_rows(output: DispatchOutput) -> Any:
