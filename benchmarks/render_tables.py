@@ -271,6 +271,20 @@ def blocks_table(prefix: str) -> str:
     return markdown(headings, lines) if lines else sweep_table(prefix, "num_blocks")
 
 
+def overlap_table(prefix: str) -> str:
+    """Return a row for each problem that was measured with ``--overlap gemm``: every order of two micro-batches."""
+    lines = []
+    for run in (run for report in reports(prefix) for run in report.runs):
+        for result in run.results:
+            if result.hidden_us:
+                figures = {phase: result.phases[phase].median_us for phase in PHASES if phase.startswith("batches-")}
+                hidden = {phase: f" (hides {time:.1f})" for phase, time in result.hidden_us.items()}
+                cells = [f"{time:.1f}{hidden.get(phase, '')}" for phase, time in figures.items()]
+                lines.append([sizes(run.problem), way(run.problem), *cells])
+    names = (phase.removeprefix("batches-").replace("-", " ") for phase in PHASES if phase.startswith("batches-"))
+    return markdown(["shape", "layout, combine, payload", *names], lines) if lines else _NOTHING
+
+
 def check_table(prefix: str) -> str:
     """Return what tools/gpu_check.sh found."""
     path = CHECKS / f"{prefix}.json"
@@ -309,6 +323,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "num-blocks": blocks_table,
     "gpu-bars": gpu_bars_table,
     "headline": headline_table,
+    "overlap": overlap_table,
 }
 _WITHOUT_REPORTS = {"bars", "check"}
 

@@ -56,6 +56,17 @@ def test_tables_and_figures_are_those_of_the_committed_results(script: ModuleTyp
     assert page.count("<!-- end -->") == page.count("<!-- table: ") + page.count("<!-- figure: ") > 0
 
 
+def test_a_table_of_micro_batches_says_what_they_hide(script: ModuleType, results: Path) -> None:
+    orders = [phase for phase in PHASES if phase.startswith("batches-")]
+    ours = reports.measured("expertwire", 10, (*reports.CPU_PHASES, *orders), noise=0)
+    ours = replace(ours, hidden_us={"batches-two-streams": 3.25})
+    reports.save(reports.report([(LATENCY, [ours, reports.measured("floor", 8)])]), results / "gpu.json")
+    (line,) = cells(script.overlap_table("gpu"))
+    assert [cell.partition(" ")[2] for cell in line[2:]] == ["", "", "", "(hides 3.2)", ""]
+    reports.save(reports.report([(LATENCY, [reports.measured("floor", 8)])]), results / "cpu.json")
+    assert "Not measured yet" in script.overlap_table("cpu")
+
+
 def test_the_page_names_every_workload() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for w in WORKLOADS.values():
