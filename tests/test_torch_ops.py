@@ -207,6 +207,25 @@ def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     assert done.stdout == "[(True, True), (True, True)]\n"
 
 
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+def test_what_autograd_notes_of_a_dispatch_stays_out_of_later_ones(layout: str) -> None:
+    x, ids, weights = (part.detach() for part in inputs())
+    config = ew.MoECommunicatorConfig(
+        num_experts=4, hidden_size=HIDDEN, num_topk=2, max_tokens_per_rank=3, output_layout=layout
+    )
+    with ew.MoECommunicator(ew.local_group(1)[0], config) as comm:
+        for name in ("tokens", "combine_input_buffer", *(["weights"] if layout == "rank_major" else [])):
+            for _ in range(2):
+                getattr(comm.dispatch(x, ids, weights)[0], name).requires_grad_()
+                with torch.no_grad():
+                    first, second = (comm.dispatch(x, ids, weights)[0] for _ in range(2))
+                    assert first is second  # where nothing can be noted
+                    assert not getattr(first, name).requires_grad
+                    getattr(first, name).requires_grad_()
+                    assert not getattr(comm.dispatch(x, ids, weights)[0], name).requires_grad
+                    getattr(first, name).requires_grad_(False)
+
+
 def test_a_graph_needs_a_gpu() -> None:
     with single() as moe:
         with pytest.raises(ew.UnsupportedError, match="on the CPU, and CUDA graphs need one on a GPU"):

@@ -41,14 +41,14 @@ def measure_on_rank(group: Group, jobs: list[Job]) -> None:
 
 @contextlib.contextmanager
 def _on_device(group: Group, job: Job) -> Iterator[None]:
-    """Make the GPU of this rank, and a stream of it, current."""
+    """Make the GPU of this rank, and a stream of it, current. Gradients are off, as in serving."""
     if job.settings.device != "cuda":
         yield
         return
     import torch
 
     torch.cuda.set_device(group.rank)
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
         yield
 
 

@@ -17,6 +17,7 @@ DTYPES = {
     "int64": torch.int64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WANTED = {name: (dtype, ITEM_BYTES[name]) for name, dtype in DTYPES.items()}
 
 
 class TorchAdapter(ArrayAdapter):
@@ -39,10 +40,11 @@ class TorchAdapter(ArrayAdapter):
 
     def address(self, array: Array, name: str, dtype: str, shape: tuple[int, ...], writable: bool = False) -> int:
         """See ArrayAdapter."""
-        good = array.dtype is DTYPES[dtype] and array.shape == shape and array.device == self._device
+        wanted, item_bytes = _WANTED[dtype]
+        good = array.dtype is wanted and array.shape == shape and array.device == self._device
         good = good and array.is_contiguous() and not array.is_neg()
         address: int = array.data_ptr() if good else 1
-        if address % ITEM_BYTES[dtype]:
+        if address % item_bytes:
             facts = self._facts(array)
             check(facts, name, dtype, shape, writable, self.device)
             address = facts.address
@@ -65,10 +67,18 @@ class TorchAdapter(ArrayAdapter):
             return of_bytes.view(DTYPES[dtype]).view(shape)
 
     def renew(self, output: DispatchOutput) -> DispatchOutput:
-        """New tensors over the same memory: what autograd notes of one dispatch's stays out of the next one's."""
+        """New tensors over the same memory: what autograd notes of one dispatch's stays out of the next one's.
+
+        Where gradients are off, as in serving, the same ones: making them takes a quarter of a call.
+        """
         quant, weights, rows = output.quant, output.weights, output.combine_input_buffer
-        if quant is not None and quant.block_scales is not None:
-            quant = replace(quant, block_scales=quant.block_scales.detach())
+        scales = None if quant is None else quant.block_scales
+        is_marked = output.tokens.requires_grad or (rows is not None and rows.requires_grad)
+        is_marked = is_marked or (weights is not None and weights.requires_grad)
+        if not (torch.is_grad_enabled() or is_marked or (scales is not None and scales.requires_grad)):
+            return output
+        if quant is not None and scales is not None:
+            quant = replace(quant, block_scales=scales.detach())
         return DispatchOutput(  # integers have no part in autograd
             output.tokens.detach(),
             quant,
