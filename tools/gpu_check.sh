@@ -104,12 +104,13 @@ if [[ -n $sanitizer ]]; then
   # two ranks on one GPU fail with a time-out; those of one rank, and of a GPU for each of two, need nothing at once.
   alone=(tests/test_cuda.py::test_one_rank_with_the_whole_gpu)
   together=(tests/test_cuda.py::test_any_grid_gives_the_same_bits\[{expert,rank}-{reduce,direct}-2\]
-    tests/test_cuda_faults.py::test_w{rong_ids_are_dropped_and_told,ithout_validate_wrong_ids_are_dropped_in_silence}
-    tests/test_cuda_two_phase.py::test_both_phases_in_a_graph)
+    tests/test_cuda_faults.py::test_w{rong_ids_are_dropped_and_told,ithout_validate_wrong_ids_are_dropped_in_silence})
+  graphs=(tests/test_cuda_two_phase.py::test_both_phases_in_a_graph)  # whose kernels racecheck lets run one by one only
   for tool in memcheck racecheck; do
     say "$tool"
     under=(compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 99 --launch-timeout 0 --print-limit 20)
-    run "$tool" 60 "${under[@]}" "${pytest[@]}" "${alone[@]}" "${together[@]}"
+    run "$tool" 60 "${under[@]}" "${pytest[@]}" "${alone[@]}" "${together[@]}" "${graphs[@]}"
+    graphs=()
     if ((num_gpus > 1)); then
       run "$tool-devices" 60 "${under[@]}" "${pytest[@]}" -k process_for_each_gpu tests/test_cuda.py
     fi
