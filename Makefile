@@ -6,6 +6,7 @@
 #
 # PYTHON=python3.12      another interpreter for .venv         EXTRAS=torch,mpi   more extras for make test
 # CXX=clang++            another compiler; .venv remembers both until make clean
+# JOBS=4                 so many compilers, and so many pytest processes, side by side; 2 by default
 # RUN_ARGS="--ranks 2"   arguments of the main job             PYTEST_ARGS="-k fp8"
 
 VENV := .venv

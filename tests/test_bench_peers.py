@@ -286,7 +286,7 @@ def test_flashinfer_of_either_generation(
 
 def test_outputs_stay_where_captured_graphs_read_them() -> None:
     torch = pytest.importorskip("torch")
-    adapter = SimpleNamespace()
+    adapter = SimpleNamespace(_expert_output=None)
     first, second = torch.ones(2, 3), torch.full((2, 3), 2.0)
     assert Peer.put_outputs(adapter, first)
     assert not Peer.put_outputs(adapter, second)

@@ -14,8 +14,8 @@ constexpr int kSmallWorkThreads = 256;
 // Few tokens want short blocks, which start and end quickly; many want many warps, but RANK_MAJOR's dispatch rather room for
 // the next kernel's blocks beside its own (docs/kernels.md). Threads and blocks bound the registers of a thread, 65536 over
 // their product, so that nothing spills. kMarkBatch: ids that a thread of dispatch asks for at once. kSenders: where every
-// other row stays here, and is large, half of the blocks place those. kGather: expert rows
-// that a warp of combine does.
+// other row stays here, and is large, half of the blocks place those. kGather: expert rows that a warp of combine asks for
+// at once.
 void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& facts, bool many_tokens_occur) {
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   // These take more registers; for other architectures than sm_90 the compiler does, too.

@@ -121,10 +121,10 @@ struct ThroughputCombineRequest {
 /// and the call does not wait for the GPU; operations of one runtime run one after another also when their streams
 /// differ. Both may be captured into a graph.
 ///
-/// **Errors.** All are Error, but for std::bad_alloc after construction and what a bootstrap of the caller's throws. What the host can see is checked before
-/// anything is sent: such a call counts for nothing, the peers wait within timeout_s for this rank's corrected one, and
-/// the runtime stays usable. Once a peer is lost under PeerLossPolicy::RAISE every later operation throws PeerLost.
-/// After close() operations throw InvalidArgument.
+/// **Errors.** All are Error, but for std::bad_alloc after construction and what a bootstrap of the caller's throws. What
+/// the host can see is checked before anything is sent: such a call counts for nothing, the peers wait within timeout_s
+/// for this rank's corrected one, and the runtime stays usable. Once a peer is lost under PeerLossPolicy::RAISE every
+/// later operation throws PeerLost. After close() operations throw InvalidArgument.
 ///
 /// **Memory.** All of it is allocated at construction.
 class MoERuntime {

@@ -69,7 +69,7 @@ class TorchAdapter(ArrayAdapter):
     def renew(self, output: DispatchOutput) -> DispatchOutput:
         """New tensors over the same memory: what autograd notes of one dispatch's stays out of the next one's.
 
-        Where gradients are off, as in serving, the same ones: making them takes a quarter of a call.
+        Where gradients are off, as in serving, the same ones: nothing can be noted, and making them takes time.
         """
         quant, weights, rows = output.quant, output.weights, output.combine_input_buffer
         scales = None if quant is None else quant.block_scales

@@ -73,6 +73,7 @@ class Peer(Adapter):
         weights = np.ones(own.topk_ids.shape, np.float32) if own.weights is None else own.weights
         self._weights = to_tensor(weights, context.device)
         self._combined: Any = torch.empty_like(self._x)
+        self._expert_output: Any = None
         self._seen_before = False
         try:
             self.set_up()
@@ -91,7 +92,7 @@ class Peer(Adapter):
 
     def put_outputs(self, outputs: Any) -> bool:
         """Keep expert outputs where the first lie, which captured graphs read. Return whether these are them."""
-        first = getattr(self, "_expert_output", None)
+        first = self._expert_output
         if first is None or first.shape != outputs.shape:
             self._expert_output = outputs
             return True

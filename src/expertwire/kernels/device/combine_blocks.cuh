@@ -11,10 +11,11 @@ __device__ inline i32 ready_word(const CombineKernelParams& p, i32 row) {
   return row / kSourceRows * words + row % kSourceRows / p.ready_block_size;
 }
 
-// By a whole warp: waits until the rows of all lanes are published, each at `position` as dispatch noted it, or -1 for none.
-// False if one does not come in time: then nothing may be sent of any; what is not sent becomes NaN. A lane polls without order and acquires once, since
-// an acquire empties the L1 of its SM; the barrier of the warp hands what it acquired to the other lanes. A replay whose
-// handle is stale shows no numbers, and its rows are not those that the producer makes: it waits for none.
+// By a whole warp: waits until the rows of all lanes are published, each at `position` as dispatch noted it, or -1 for
+// none. False if one does not come in time: then nothing may be sent of any; what is not sent becomes NaN. A lane polls
+// without order and acquires once, since an acquire empties the L1 of its SM; the barrier of the warp hands what it
+// acquired to the other lanes. A replay whose handle is stale shows no numbers, and its rows are not those that the
+// producer makes: it waits for none.
 __device__ inline bool await_rows(const CombineContext& c, i32 position, Wait& wait) {
   bool came = true;
   if (position >= 0 && !c.stale) {
