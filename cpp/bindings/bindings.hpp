@@ -10,5 +10,6 @@ void bind_bootstrap(nanobind::module_& m);  // Bootstrap and its makers
 void bind_config(nanobind::module_& m);     // enums, RuntimeConfig and its parts
 void bind_cuda(nanobind::module_& m);       // compiling kernels; whether CUDA can be used
 void bind_runtime(nanobind::module_& m);    // MoERuntime, requests, handles; this machine
+void bind_tensors(nanobind::module_& m);    // tensors as arguments, read without Python
 
 }  // namespace expertwire::bindings

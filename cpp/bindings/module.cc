@@ -57,4 +57,5 @@ NB_MODULE(_core, m) {
   bind_config(m);
   bind_cuda(m);
   bind_runtime(m);
+  bind_tensors(m);
 }

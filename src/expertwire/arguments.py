@@ -35,10 +35,14 @@ class ArgumentReader:
         config: the communicator's, with every default filled in.
         shapes: of its arrays.
         device: where its arrays lie: ``"cpu"`` or ``"cuda:3"``.
+        core_config: the same configuration as the core's.
     """
 
-    def __init__(self, config: MoECommunicatorConfig, shapes: LaneShapes, device: str) -> None:
+    def __init__(
+        self, config: MoECommunicatorConfig, shapes: LaneShapes, device: str, core_config: _core.RuntimeConfig
+    ) -> None:
         self._device = device
+        self._core_config = core_config
         self._on_cuda = device != "cpu"
         self._config = config
         self._shapes = shapes
@@ -46,6 +50,7 @@ class ArgumentReader:
         self._tokens_bytes = num_bytes(shapes.tokens, shapes.tokens_dtype)
         self._expert_output_bytes = num_bytes(shapes.expert_output, "bfloat16")
         self._adapters: dict[type, ArrayAdapter] = {}
+        self._plain: dict[type, _core.PlainArguments] = {}  # of the types that have it
         self.streams = HeldStreams(device)
 
     def dispatch(
@@ -53,6 +58,10 @@ class ArgumentReader:
     ) -> ArrayAdapter:
         """Reads all arguments of a dispatch; ``own``: the tokens of its lane. Returns the adapter of ``x``."""
         x, topk_ids, weights, quant, output_buffer, stream, overlap = arguments
+        if quant is None and output_buffer is None and stream is None and overlap is None:
+            plain = self._plain.get(type(x))
+            if plain is not None and plain.dispatch(request, x, topk_ids, weights, own):
+                return self._adapters[type(x)]
         adapter = self.tokens(request, x, quant, held)
         self.routing(request, topk_ids, weights, held)
         self.target(request, output_buffer, own, held)
@@ -71,6 +80,12 @@ class ArgumentReader:
             raise HandleError(f"handle = {type(handle).__name__} object: must be the handle that dispatch returned")
         request.handle = handle
         request.num_tokens = handle.num_tokens
+        if stream is None and overlap is None:
+            plain = self._plain.get(type(expert_output))
+            if plain is not None:
+                target = self._new_out(self._adapters[type(expert_output)], request, None) if out is None else out
+                if plain.combine(request, expert_output, weights, target):
+                    return target
         adapter = self.expert_output(request, expert_output, weights, held)
         if overlap is not None:
             stream = self._overlap(request, overlap, stream)
@@ -80,7 +95,7 @@ class ArgumentReader:
         if self._on_cuda:
             request.stream = self._current_stream(adapter) if asked is None else asked
         if out is None:
-            out = adapter.empty((handle.num_tokens, self._config.hidden_size), "bfloat16", asked)
+            out = self._new_out(adapter, request, asked)
         self.out(request, out, held)
         return out
 
@@ -169,6 +184,9 @@ class ArgumentReader:
             raise InvalidArgumentError(f"stream = {stream!r}: the CPU has no streams; must be None")
         return self.streams.address(stream)
 
+    def _new_out(self, adapter: ArrayAdapter, request: _core.LatencyCombineRequest, stream: int | None) -> Array:
+        return adapter.empty((request.num_tokens, self._config.hidden_size), "bfloat16", stream)
+
     def _current_stream(self, adapter: ArrayAdapter) -> int:
         stream = adapter.current_stream()
         return stream if isinstance(stream, int) else self.streams.address(stream)
@@ -245,6 +263,12 @@ class ArgumentReader:
         adapter = self._adapters.get(type(array))
         if adapter is None:
             adapter = self._adapters[type(array)] = make_adapter(array, name, self._device)
+            if type(array) is adapter.plain_type:
+                plain = _core.plain_arguments(
+                    type(array), self._core_config, self._tokens_bytes, self._shapes.expert_output
+                )
+                if plain is not None:
+                    self._plain[type(array)] = plain
         opened = adapter.open(array, name, writable)
         held.append(opened)
         return adapter, opened

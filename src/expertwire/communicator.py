@@ -60,7 +60,7 @@ class MoECommunicator(CommunicatorFacts):
         self._device = str(self._config.device)
         self._on_cuda = self._device != "cpu"
         self._shapes = lane_shapes(self._config, self._num_ranks, self._num_local_experts)
-        self._reader = ArgumentReader(self._config, self._shapes, self._device)
+        self._reader = ArgumentReader(self._config, self._shapes, self._device, runtime.config)
         self._outputs: dict[str, list[DispatchOutput]] = {}  # by framework
         lanes = range(self._config.max_in_flight)
         self._tokens_addresses = [runtime.lane_address(lane, "tokens") for lane in lanes]

@@ -82,9 +82,12 @@ class ArrayAdapter(ABC):
     Attributes:
         framework: whose arrays come out when arrays of this adapter go in: ``"numpy"``, ``"torch"`` or ``"cupy"``.
         device: where a communicator takes and returns arrays: ``"cpu"`` or ``"cuda:3"``.
+        plain_type: whose instances tell all that matters through DLPack's C functions, if it has them; that an array
+            may not be written they cannot tell.
     """
 
     framework: str
+    plain_type: type | None = None
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device

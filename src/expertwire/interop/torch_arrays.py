@@ -24,6 +24,7 @@ class TorchAdapter(ArrayAdapter):
     """``torch.Tensor`` and its subclasses. Calls are outside autograd: outputs never require gradients."""
 
     framework = "torch"
+    plain_type = torch.Tensor
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
