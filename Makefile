@@ -1,5 +1,5 @@
 # make run    install into .venv and run the main job          make lint      ruff, mypy, clang-format
-# make test   C++ tests, then pytest                           make sanitize  C++ tests under ASan + UBSan, and TSan
+# make test   C++ tests (doctest), then pytest                 make sanitize  C++ tests under ASan + UBSan, and TSan
 # make format rewrite sources in the house style               make wheel     a wheel for other machines, into dist
 # make docs   the site, into build/site; warnings are errors
 # make clean  remove .venv, build, dist and caches
@@ -50,6 +50,10 @@ cxx_tests = @echo "C++ tests in build/$(1)"; mkdir -p build; \
 	&& cmake --build build/$(1) -j $(JOBS) >>build/$(1).log || { cat build/$(1).log; exit 1; }; \
 	ctest --test-dir build/$(1) --output-on-failure --no-tests=error $(3)
 
+# Whether the compiler finds what the C++ tests stand on, wherever it looks; and what to say if not.
+has_doctest = $(shell $(CXX) -x c++ -E -include doctest/doctest.h /dev/null >/dev/null 2>&1 && echo yes)
+NO_CXX_TESTS := C++ tests are left out: they need doctest; install it as root: apt-get install doctest-dev
+
 SANITIZE_FLAGS := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1"
 
 .PHONY: run test lint format sanitize wheel docs clean
@@ -59,8 +63,9 @@ run: $(VENV)/stamp-package
 	$(BIN)/expertwire run $(RUN_ARGS)
 
 test: $(TEST_STAMP)
-	$(call cxx_tests,cpp,-DCMAKE_BUILD_TYPE=Release)
+	$(if $(has_doctest),$(call cxx_tests,cpp,-DCMAKE_BUILD_TYPE=Release),@echo "$(NO_CXX_TESTS)")
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	$(if $(has_doctest),,@echo "$(NO_CXX_TESTS)")
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .
@@ -74,6 +79,7 @@ format: $(VENV)/stamp-dev
 	@echo clang-format -i; $(BIN)/clang-format -i $(CXX_FILES)
 
 sanitize: $(VENV)/stamp-venv
+	$(if $(has_doctest),,@echo "$(NO_CXX_TESTS)" >&2; exit 1)
 	$(call cxx_tests,asan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=address$(comma)undefined,-LE slow)
 	$(call cxx_tests,tsan,$(SANITIZE_FLAGS) -DEXPERTWIRE_SANITIZE=thread,-LE slow)
 

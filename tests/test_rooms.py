@@ -59,6 +59,7 @@ CPP_SYSTEM_HEADERS = {
     r"cuda|nvrtc|nvml|nccl": ("cpp/examples/",),
     r"torch/|ATen/|c10/": (),
     r"Python\.h|nanobind/": ("cpp/bindings/",),
+    r"doctest/": ("cpp/tests/",),
     r"mpi\.h": ("cpp/include/expertwire/mpi_bootstrap.hpp",),
     r"sys/mman\.h|linux/futex\.h": ("cpp/backend/cpu/", "cpp/backend/cuda/", "cpp/tests/"),
     r"dlfcn\.h": ("cpp/backend/cuda/driver.cc",),
@@ -73,6 +74,7 @@ CPP_WORDS = {
     r"\bofstream\b|\bfopen\s*\(": ("cpp/backend/cuda/jit.cc", "cpp/bench/", "cpp/tests/", "cpp/examples/"),
     r"\b(abort|_?exit|quick_exit|_Exit|terminate)\s*\(": ("cpp/tests/", "cpp/bench/", "cpp/examples/"),
     r"\b(system|popen)\s*\(": (),
+    r"\bCHECK(_\w+)?\s*\(": (),  # goes on where it fails, and a forked process would end well: REQUIRE
     r"^\s*#\s*define\b": ("src/expertwire/kernels/shared/platform.cuh",),
     r"\b(cudaMalloc|cudaStream|CUstream|at::|torch::|PyObject|nb::)": (
         "cpp/bindings/",
@@ -311,9 +313,11 @@ def test_sources_keep_the_rule(name: str) -> None:
         ("misplaced_headers_and_words", "cpp/core/a.cc", "#include <sys/mman.h>"),
         ("misplaced_headers_and_words", "cpp/core/a.cc", "#include <cuda_runtime.h>"),
         ("misplaced_headers_and_words", "cpp/core/a.cc", "#include <Python.h>"),
+        ("misplaced_headers_and_words", "cpp/bench/a.cc", "#include <doctest/doctest.h>"),
         ("misplaced_headers_and_words", "cpp/core/a.cc", 'auto home = std::getenv("HOME");'),
         ("misplaced_headers_and_words", "cpp/backend/cpu/a.cc", "std::abort();"),
         ("misplaced_headers_and_words", "cpp/backend/cpu/a.cc", "#define ROWS 4"),
+        ("misplaced_headers_and_words", "cpp/tests/test_a.cc", "CHECK_EQ(a, b);"),
         ("oversized_cpp_functions", "cpp/core/a.cc", "int f() {\n" + "  g();\n" * 60 + "}"),
         ("wrong_imports", "src/expertwire/types.py", "from .communicator import MoECommunicator"),
         ("wrong_imports", "src/expertwire/interop/a.py", "from ..bench import schema"),

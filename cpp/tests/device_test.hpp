@@ -1,18 +1,14 @@
 // What programs of tests that need a GPU begin with.
 #pragma once
 
-#include <string>
-#include <vector>
-
-#include "check.hpp"
-
 namespace expertwire::test {
 
 // CMakeLists.txt tells ctest that this exit status means skipped.
 inline constexpr int kSkipped = 77;
 
-// Runs the tests, or says why they cannot run here. Sets what ranks that share a GPU need: nobody may have used CUDA before.
-int run_device_tests(int argc, char** argv, const std::vector<Test>& tests);
+// What main returns. Runs the test cases, or says why they cannot run here. Sets what ranks that share a GPU need:
+// nobody may have used CUDA before.
+int run_device_tests(int argc, char** argv);
 
 int num_devices();
 

@@ -13,12 +13,13 @@ namespace expertwire::test {
 
 Process::Process(const std::function<void()>& body) : pid_(::fork()) {
   if (pid_ != 0) return;
-  int status = 0;
+  int status = 1;
   try {
     body();
+    status = 0;
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
-    status = 1;
+  } catch (...) {  // a failed REQUIRE, which has told its line
   }
   ::_exit(status);
 }
@@ -37,7 +38,7 @@ void check_processes(int num, const std::function<void(int)>& body, const Locati
   for (int i = 0; i < num; ++i) processes.emplace_back([&] { body(i); });
   bool all_ended_well = true;
   for (const Process& process : processes) all_ended_well = process.wait() && all_ended_well;
-  check(all_ended_well, "a process failed; its text is above", where);
+  if (!all_ended_well) fail_at(where, "a process failed; its text is above");
 }
 
 }  // namespace expertwire::test

@@ -5,11 +5,11 @@
 
 #include <functional>
 
-#include "check.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 
-// Runs body in a process of its own. wait() is true if it ended well.
+// Runs body in a process of its own. wait() is true if it ended well: without an exception or a failed REQUIRE.
 class Process {
  public:
   explicit Process(const std::function<void()>& body);

@@ -4,8 +4,9 @@
 #include <cstring>
 #include <fstream>
 #include <sstream>
+#include <stdexcept>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
 
 namespace expertwire::test {
 namespace {
@@ -16,14 +17,14 @@ const std::map<std::string, std::size_t> kElementBytes{
 std::vector<char> read_file(const std::string& name) {
   const std::string path = std::string(EXPERTWIRE_CASES) + "/" + name;
   std::ifstream file(path, std::ios::binary);
-  check(file.good(), "cannot read " + path);
+  if (!file) throw std::runtime_error("cannot read " + path);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
 template <typename T>
 T choose(const std::string& word, const std::map<std::string, T>& meanings) {
   const auto found = meanings.find(word);
-  check(found != meanings.end(), "cases.txt: unknown word " + word);
+  if (found == meanings.end()) throw std::runtime_error("cases.txt: unknown word " + word);
   return found->second;
 }
 
@@ -80,7 +81,9 @@ void read_array(StoredCase& stored, std::istringstream& words, const std::vector
   std::replace(shape.begin(), shape.end(), 'x', ' ');
   std::istringstream sizes(shape);
   for (std::size_t size = 0; sizes >> size; bytes *= size) array.shape.push_back(size);
-  check(!words.fail() && offset + bytes <= elements.size(), "cases.txt: an array of " + stored.name + " is damaged");
+  if (words.fail() || offset + bytes > elements.size()) {
+    throw std::runtime_error("cases.txt: an array of " + stored.name + " is damaged");
+  }
   const auto* first = reinterpret_cast<const std::byte*>(elements.data()) + offset;
   array.bytes.assign(first, first + bytes);
   stored.ranks.resize(static_cast<std::size_t>(stored.num_ranks));
@@ -103,7 +106,7 @@ std::vector<StoredCase> read_cases() {
       read_field(cases.back(), key, words);
     }
   }
-  check(!cases.empty(), "cases.txt holds no case");
+  if (cases.empty()) throw std::runtime_error("cases.txt holds no case");
   return cases;
 }
 
@@ -125,7 +128,7 @@ const StoredArray* StoredCase::find(int rank, const std::string& array) const {
 
 const StoredArray& StoredCase::get(int rank, const std::string& array) const {
   const StoredArray* found = find(rank, array);
-  check(found != nullptr, name + " has no array " + array);
+  if (found == nullptr) throw std::runtime_error(name + " has no array " + array);
   return *found;
 }
 
@@ -134,15 +137,22 @@ const std::vector<StoredCase>& stored_cases() {
   return cases;
 }
 
-void check_same(const std::string& what, const std::vector<std::byte>& got, const StoredArray& wanted) {
-  check(got.size() == wanted.bytes.size(),
-        what + ": " + std::to_string(got.size()) + " bytes, wanted " + std::to_string(wanted.bytes.size()));
+std::string difference(const std::vector<std::byte>& got, const StoredArray& wanted) {
+  if (got.size() != wanted.bytes.size()) {
+    return std::to_string(got.size()) + " bytes, wanted " + std::to_string(wanted.bytes.size());
+  }
   const std::size_t size = kElementBytes.at(wanted.dtype);
   for (std::size_t at = 0; at < got.size(); at += size) {
     if (std::memcmp(&got[at], &wanted.bytes[at], size) == 0) continue;
     if (is_nan(wanted.dtype, &got[at]) && is_nan(wanted.dtype, &wanted.bytes[at])) continue;
-    check(false, what + ": element " + std::to_string(at / size) + " differs");
+    return "element " + std::to_string(at / size) + " differs";
   }
+  return {};
+}
+
+void check_same(const std::string& what, const std::vector<std::byte>& got, const StoredArray& wanted) {
+  const std::string text = difference(got, wanted);
+  if (!text.empty()) FAIL(what, ": ", text);
 }
 
 }  // namespace expertwire::test

@@ -33,7 +33,10 @@ struct StoredCase {
 // All of them. Fails where the files are damaged.
 const std::vector<StoredCase>& stored_cases();
 
-// Elements must be equal bit for bit; NaN equals NaN, whatever its sign and payload.
+// Nothing, if elements are equal bit for bit; NaN equals NaN, whatever its sign and payload.
+std::string difference(const std::vector<std::byte>& got, const StoredArray& wanted);
+
+// There must be none.
 void check_same(const std::string& what, const std::vector<std::byte>& got, const StoredArray& wanted);
 
 template <typename T>

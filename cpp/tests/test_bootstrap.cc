@@ -7,12 +7,17 @@
 #include <chrono>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <string>
 #include <thread>
+#include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "core/rendezvous.hpp"
 #include "expertwire/bootstrap.hpp"
 #include "process.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -34,45 +39,46 @@ std::string contribution(int rank, int round) {
 void check_rounds(Bootstrap& bootstrap, int num_rounds) {
   for (int round = 0; round < num_rounds; ++round) {
     const auto all = bootstrap.all_gather(round % 3 == 2 ? std::string() : contribution(bootstrap.rank(), round));
-    check_equal(all.size(), static_cast<std::size_t>(bootstrap.size()));
+    REQUIRE_EQ(all.size(), static_cast<std::size_t>(bootstrap.size()));
     for (int rank = 0; rank < bootstrap.size(); ++rank) {
-      check(all[static_cast<std::size_t>(rank)] == (round % 3 == 2 ? std::string() : contribution(rank, round)),
-            "round " + std::to_string(round) + ": another contribution of rank " + std::to_string(rank));
+      if (all[static_cast<std::size_t>(rank)] != (round % 3 == 2 ? std::string() : contribution(rank, round))) {
+        FAIL("round ", round, ": another contribution of rank ", rank);
+      }
     }
     bootstrap.barrier();
   }
 }
 
 void check_ranks(const Error& error, const std::vector<int>& ranks) {
-  check(error.ranks() == ranks, std::string("other ranks are named: ") + error.what());
-  check_equal(error.operation(), std::string("construct"));
-  check_equal(error.epoch(), 0U);
+  if (error.ranks() != ranks) FAIL("other ranks are named: ", error.what());
+  REQUIRE_EQ(error.operation(), std::string("construct"));
+  REQUIRE_EQ(error.epoch(), 0U);
 }
 
-void host_rounds() {
+TEST_CASE("host: rounds of every size") {
   for (const int size : {1, 2, 3, 5, 16}) {
     const std::string key = fresh_key() + std::string(size == 3 ? 200 : 0, 'x');
     check_processes(size, [&](int rank) { check_rounds(*make_host_bootstrap(rank, size, key, 20.0), 7); });
   }
 }
 
-void host_large_contributions() {
+TEST_CASE("host: large contributions") {
   const std::string key = fresh_key();
   check_processes(3, [&](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 3, key, 20.0);
     const auto all = bootstrap->all_gather(std::string(8'000'000, static_cast<char>('0' + rank)));
-    for (std::size_t i = 0; i < 3; ++i) check(all[i] == std::string(8'000'000, static_cast<char>('0' + i)));
+    for (std::size_t i = 0; i < 3; ++i) REQUIRE((all[i] == std::string(8'000'000, static_cast<char>('0' + i))));
   });
 }
 
-void host_same_key_again() {
+TEST_CASE("host: the same key again") {
   const std::string key = fresh_key();
   check_processes(3, [&](int rank) {
     for (int i = 0; i < 20; ++i) check_rounds(*make_host_bootstrap(rank, 3, key, 20.0), 1);
   });
 }
 
-void host_missing_ranks() {
+TEST_CASE("host: missing ranks are named") {
   const std::string key = fresh_key();
   check_processes(2, [&](int rank) {
     // Rank 1's time is up first: it must hear from rank 0 who is missing all the same.
@@ -80,14 +86,14 @@ void host_missing_ranks() {
     const Error error = check_throws(ErrorCode::PeerLost, "ranks 2, 3 did not arrive within",
                                      [&] { make_host_bootstrap(rank, 4, key, 0.5 - 0.2 * rank); });
     check_ranks(error, {2, 3});
-    check(seconds_since(start) < 1.5, "took too long");
+    REQUIRE(seconds_since(start) < 1.5);
   });
   check_ranks(check_throws(ErrorCode::PeerLost, "rank 0 did not arrive within 0.2 s at rendezvous key '" + key,
                            [&] { make_host_bootstrap(1, 4, key, 0.2); }),
               {0});
 }
 
-void host_rank_late_to_a_collective() {
+TEST_CASE("host: a rank late to a collective") {
   const std::string key = fresh_key();
   check_processes(4, [&](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 4, key, rank == 1 ? 0.3 : 20.0);
@@ -103,7 +109,7 @@ void host_rank_late_to_a_collective() {
   });
 }
 
-void host_rank_zero_late_to_a_collective() {
+TEST_CASE("host: rank 0 late to a collective") {
   const std::string key = fresh_key();
   check_processes(2, [&](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 2, key, 0.4);
@@ -127,7 +133,7 @@ void check_death(int victim, int round) {
         bootstrap->barrier();
       });
       check_ranks(error, {victim});
-      check(seconds_since(start) < 3.0, "a death was noticed too late");
+      REQUIRE(seconds_since(start) < 3.0);
     });
   }
   if (round == 0) {
@@ -137,17 +143,17 @@ void check_death(int victim, int round) {
   }
   for (int rank = 0; rank < 4; ++rank) {
     const bool dies = rank == victim || (round == 0 && rank == 3);
-    check_equal(processes[static_cast<std::size_t>(rank)].wait(), !dies);
+    REQUIRE_EQ(processes[static_cast<std::size_t>(rank)].wait(), !dies);
   }
 }
 
-void host_death() {
+TEST_CASE("host: a death is noticed") {
   for (const int victim : {0, 1}) {
     for (const int round : {0, 1}) check_death(victim, round);
   }
 }
 
-void host_rank_taken() {
+TEST_CASE("host: a rank that is taken") {
   for (const int twin : {0, 1}) {  // also a second rank 0, which finds the name taken
     const std::string key = fresh_key();
     check_processes(3, [&](int i) {
@@ -158,7 +164,7 @@ void host_rank_taken() {
   }
 }
 
-void host_size_mismatch() {
+TEST_CASE("host: sizes that differ") {
   const std::string key = fresh_key();
   check_processes(3, [&](int rank) {
     check_throws(ErrorCode::InvalidArgument, "size = 4 (process ",
@@ -166,7 +172,7 @@ void host_size_mismatch() {
   });
 }
 
-void host_second_job_after_the_first_is_complete() {
+TEST_CASE("host: a second job after the first is complete") {
   const std::string key = fresh_key();
   check_processes(3, [&](int i) {
     if (i == 2) {
@@ -181,7 +187,7 @@ void host_second_job_after_the_first_is_complete() {
   });
 }
 
-void host_strangers_are_ignored() {
+TEST_CASE("host: strangers are ignored") {
   const Meeting meeting{1, 2, fresh_key(), 10.0};
   check_processes(3, [&](int i) {
     if (i < 2) {
@@ -193,32 +199,32 @@ void host_strangers_are_ignored() {
       std::optional<FrameSocket> socket;
       while (!(socket = try_connect(meeting))) std::this_thread::sleep_for(5ms);
       const std::string noise(k == 0 ? 0 : 100, 'G');
-      check(::send(socket->descriptor(), noise.data(), noise.size(), MSG_NOSIGNAL) >= 0);
+      REQUIRE(::send(socket->descriptor(), noise.data(), noise.size(), MSG_NOSIGNAL) >= 0);
     }
   });
 }
 
 // Needs the right to become another user.
-void host_other_users_are_refused() {
+TEST_CASE("host: other users are refused") {
   if (::geteuid() != 0) return;
   const Meeting meeting{0, 2, fresh_key(), 0.5};
   const Process holder([&] {
     const auto bound = try_bind(meeting);
-    check(bound.has_value());
+    REQUIRE(bound.has_value());
     // The name carries the user's number, so that only a user who means harm can take it. The credentials of a listener
     // are those of the moment in which it starts to listen.
-    check_equal(::setuid(65534), 0);
-    check_equal(::listen(bound->get(), 8), 0);
+    REQUIRE_EQ(::setuid(65534), 0);
+    REQUIRE_EQ(::listen(bound->get(), 8), 0);
     std::this_thread::sleep_for(1s);
   });
   std::this_thread::sleep_for(300ms);
   for (const int rank : {0, 1}) {
     check_throws(ErrorCode::Backend, "user 65534", [&] { make_host_bootstrap(rank, 2, meeting.key, 0.5); });
   }
-  check(holder.wait());
+  REQUIRE(holder.wait());
 }
 
-void host_signals_do_not_disturb() {
+TEST_CASE("host: signals do not disturb") {
   const std::string key = fresh_key();
   const auto run = [&key](int rank) {
     struct sigaction action = {};
@@ -238,18 +244,18 @@ void host_signals_do_not_disturb() {
     zero.kill(SIGUSR1);
     std::this_thread::sleep_for(10ms);
   }
-  check(zero.wait());
-  check(one.wait());
+  REQUIRE(zero.wait());
+  REQUIRE(one.wait());
 }
 
-void local_rounds() {
+TEST_CASE("local: rounds of every size") {
   for (const int size : {1, 2, 3, 7, 16}) {
     const auto bootstraps = make_local_bootstraps(size, 20.0);
     run_ranks(size, [&](int rank) { check_rounds(*bootstraps[static_cast<std::size_t>(rank)], 20); });
   }
 }
 
-void local_missing_rank() {
+TEST_CASE("local: a missing rank is named") {
   const auto bootstraps = make_local_bootstraps(3, 0.2);
   run_ranks(2, [&](int rank) {
     for (int i = 0; i < 2; ++i) {
@@ -260,7 +266,7 @@ void local_missing_rank() {
   });
 }
 
-void local_rank_gives_up() {
+TEST_CASE("local: a rank that gives up") {
   auto bootstraps = make_local_bootstraps(3, 20.0);
   const auto start = Clock::now();
   run_ranks(3, [&](int rank) {
@@ -269,10 +275,10 @@ void local_rank_gives_up() {
     if (rank == 1) return;
     check_ranks(check_throws(ErrorCode::PeerLost, "rank 1 gave up", [&] { bootstrap->barrier(); }), {1});
   });
-  check(seconds_since(start) < 5.0, "took too long");
+  REQUIRE(seconds_since(start) < 5.0);
 }
 
-void arguments() {
+TEST_CASE("wrong arguments are refused") {
   check_throws(ErrorCode::InvalidArgument, "size = 0", [] { make_local_bootstraps(0); });
   for (const int size : {1025, std::numeric_limits<int>::max()}) {
     const std::string text = "size = " + std::to_string(size) + ": must be between 1 and 1024";
@@ -288,25 +294,3 @@ void arguments() {
 
 }  // namespace
 }  // namespace expertwire::test
-
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_tests(argc, argv,
-                   {{"host_rounds", host_rounds},
-                    {"host_large_contributions", host_large_contributions},
-                    {"host_same_key_again", host_same_key_again},
-                    {"host_missing_ranks", host_missing_ranks},
-                    {"host_rank_late_to_a_collective", host_rank_late_to_a_collective},
-                    {"host_rank_zero_late_to_a_collective", host_rank_zero_late_to_a_collective},
-                    {"host_death", host_death},
-                    {"host_rank_taken", host_rank_taken},
-                    {"host_size_mismatch", host_size_mismatch},
-                    {"host_second_job_after_the_first_is_complete", host_second_job_after_the_first_is_complete},
-                    {"host_strangers_are_ignored", host_strangers_are_ignored},
-                    {"host_other_users_are_refused", host_other_users_are_refused},
-                    {"host_signals_do_not_disturb", host_signals_do_not_disturb},
-                    {"local_rounds", local_rounds},
-                    {"local_missing_rank", local_missing_rank},
-                    {"local_rank_gives_up", local_rank_gives_up},
-                    {"arguments", arguments}});
-}

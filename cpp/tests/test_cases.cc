@@ -1,25 +1,19 @@
 // The stored cases on the CPU backend, ranks as threads: bit for bit what the Python reference says. mpi/cases.cc does the
 // same by processes of mpirun.
+#include <vector>
+
+#include <doctest/doctest.h>
+
 #include "bench/place.hpp"
 #include "bench/reference.hpp"
-#include "check.hpp"
 #include "stored_case.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
 
-void every_case_by_threads() {
-  for (const StoredCase& stored : stored_cases()) {
-    const auto bootstraps = make_local_bootstraps(stored.num_ranks, 60.0);
-    run_ranks(stored.num_ranks, [&](int rank) {
-      const auto place = bench::make_place({DeviceType::CPU, 0});
-      run_case(bootstraps[static_cast<std::size_t>(rank)], stored, *place);
-    });
-  }
-}
-
 // Were a kind of case to go missing from the files, nothing else would notice.
-void every_kind_is_there() {
+TEST_CASE("every kind is there") {
   const auto some = [](const auto& is_kind) {
     int count = 0;
     for (const StoredCase& stored : stored_cases()) count += is_kind(stored) ? 1 : 0;
@@ -28,40 +22,43 @@ void every_kind_is_there() {
   for (const DispatchLayout layout : {DispatchLayout::EXPERT_MAJOR, DispatchLayout::RANK_MAJOR}) {
     for (const CombineMode mode : {CombineMode::RANK_LOCAL_REDUCE, CombineMode::DIRECT_SEND}) {
       for (const DispatchDataType format : {DispatchDataType::BF16, DispatchDataType::FP8_E4M3}) {
-        check(some([&](const StoredCase& stored) {
-                return stored.config.output_layout == layout && stored.config.combine_mode == mode &&
-                       stored.config.quant.format == format;
-              }),
-              "a layout, combine mode and payload that no case has");
+        CAPTURE(layout);
+        CAPTURE(mode);
+        CAPTURE(format);
+        REQUIRE(some([&](const StoredCase& stored) {
+          return stored.config.output_layout == layout && stored.config.combine_mode == mode &&
+                 stored.config.quant.format == format;
+        }));
       }
-      check(some([&](const StoredCase& stored) {
-              return stored.num_ranks == 8 && stored.config.output_layout == layout &&
-                     stored.config.combine_mode == mode;
-            }),
-            "no case of 8 ranks");
+      REQUIRE(some([&](const StoredCase& stored) {
+        return stored.num_ranks == 8 && stored.config.output_layout == layout && stored.config.combine_mode == mode;
+      }));
     }
   }
-  check(some([](const StoredCase& stored) { return stored.name.starts_with("ids-empty-experts"); }), "empty experts");
-  check(some([](const StoredCase& stored) { return stored.name.starts_with("ids-zipf"); }), "uneven routing");
-  check(some([](const StoredCase& stored) { return !stored.config.placement.empty(); }), "logical experts");
-  check(some([](const StoredCase& stored) { return stored.config.quant.format == DispatchDataType::MXFP8; }), "MXFP8");
+  REQUIRE(some([](const StoredCase& stored) { return stored.name.starts_with("ids-empty-experts"); }));
+  REQUIRE(some([](const StoredCase& stored) { return stored.name.starts_with("ids-zipf"); }));
+  REQUIRE(some([](const StoredCase& stored) { return !stored.config.placement.empty(); }));
+  REQUIRE(some([](const StoredCase& stored) { return stored.config.quant.format == DispatchDataType::MXFP8; }));
 }
 
-void differences_are_seen() {
+TEST_CASE("differences are seen") {
   StoredArray wanted{"bfloat16", {2}, {}};
   wanted.bytes = as_bytes(std::vector<std::uint16_t>{0x3F80, 0x7FC0});
-  check_same("equal", as_bytes(std::vector<std::uint16_t>{0x3F80, 0xFFFF}), wanted);  // NaN is NaN
-  const auto refused = [&](const std::vector<std::uint16_t>& got) {
-    try {
-      check_same("these", as_bytes(got), wanted);
-    } catch (const CheckFailed&) {
-      return true;
-    }
-    return false;
-  };
-  check(refused({0x3F81, 0x7FC0}), "another bit");
-  check(refused({0x3F80, 0x7F80}), "Inf is no NaN");
-  check(refused({0x3F80}), "one element less");
+  const auto from = [&](const std::vector<std::uint16_t>& got) { return difference(as_bytes(got), wanted); };
+  REQUIRE_EQ(from({0x3F80, 0xFFFF}), "");                   // NaN is NaN
+  REQUIRE_EQ(from({0x3F81, 0x7FC0}), "element 0 differs");  // another bit
+  REQUIRE_EQ(from({0x3F80, 0x7F80}), "element 1 differs");  // Inf is no NaN
+  REQUIRE_EQ(from({0x3F80}), "2 bytes, wanted 4");
+}
+
+TEST_CASE("every case by threads") {
+  for (const StoredCase& stored : stored_cases()) {
+    const auto bootstraps = make_local_bootstraps(stored.num_ranks, 60.0);
+    run_ranks(stored.num_ranks, [&](int rank) {
+      const auto place = bench::make_place({DeviceType::CPU, 0});
+      run_case(bootstraps[static_cast<std::size_t>(rank)], stored, *place);
+    });
+  }
 }
 
 bool reference_knows(const StoredCase& stored) {
@@ -82,7 +79,7 @@ std::vector<T> values_of(const StoredArray& array) {
 
 // The benchmark holds the library against a reference of its own: here against the Python one. Its sums are held against
 // the library's in test_bench.cc.
-void reference_of_the_benchmark() {
+TEST_CASE("the reference of the benchmark") {
   int num_checked = 0;
   for (const StoredCase& stored : stored_cases()) {
     if (!reference_knows(stored)) continue;
@@ -107,17 +104,8 @@ void reference_of_the_benchmark() {
     }
     ++num_checked;
   }
-  check(num_checked >= 20, "hardly any case was looked at");
+  REQUIRE(num_checked >= 20);
 }
 
 }  // namespace
 }  // namespace expertwire::test
-
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_tests(argc, argv,
-                   {{"every_kind_is_there", every_kind_is_there},
-                    {"differences_are_seen", differences_are_seen},
-                    {"every_case_by_threads", every_case_by_threads},
-                    {"reference_of_the_benchmark", reference_of_the_benchmark}});
-}

@@ -5,9 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "core/config.hpp"
 #include "core/plan.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -44,7 +46,7 @@ Refusal out_of_range(Enum RuntimeConfig::* field, int number, const std::string&
   return {[=](RuntimeConfig& config) { config.*field = static_cast<Enum>(number); }, text};
 }
 
-void sizes() {
+TEST_CASE("sizes") {
   constexpr int kHuge = std::numeric_limits<int>::max();
   check_refusals({
       {[](auto& c) { c.num_experts = 0; }, "num_experts = 0: must be between 1 and"},
@@ -84,7 +86,7 @@ void sizes() {
 }
 
 // A C++ caller can cast any number to an enum.
-void numbers_that_name_nothing() {
+TEST_CASE("numbers that name nothing") {
   check_refusals({
       out_of_range(&RuntimeConfig::mode, 2, "mode = 2: must be one of LATENCY THROUGHPUT"),
       out_of_range(&RuntimeConfig::mode, -1, "mode = -1"),
@@ -98,7 +100,7 @@ void numbers_that_name_nothing() {
   });
 }
 
-void formats() {
+TEST_CASE("formats") {
   check_refusals({
       {[](auto& c) { c.mode = MoEMode::THROUGHPUT; }, "mode = THROUGHPUT", ErrorCode::Unsupported},
       {[](auto& c) { c.output_layout = DispatchLayout::TOKEN_MAJOR; }, "TOKEN_MAJOR", ErrorCode::Unsupported},
@@ -110,12 +112,12 @@ void formats() {
   RuntimeConfig config = valid();
   config.quant.format = DispatchDataType::MXFP8;
   const Problem problem = make_problem(config, 0, kNumRanks);
-  check(problem.config.quant.scale_format == ScaleFormat::UE8M0 && problem.config.quant.round_scale_pow2,
-        "MXFP8 implies UE8M0");
-  check_equal(num_scales(problem.shape), 1);
+  REQUIRE(problem.config.quant.scale_format == ScaleFormat::UE8M0);
+  REQUIRE(problem.config.quant.round_scale_pow2);  // which MXFP8 implies
+  REQUIRE_EQ(num_scales(problem.shape), 1);
 }
 
-void placement() {
+TEST_CASE("experts of each rank") {
   const std::string needed = "needs 4 counts >= 0, one for each rank, that sum to num_experts = 8";
   check_refusals({
       {[](auto& c) { c.num_experts = 10; }, "num_experts = 10: is not divisible by the 4 ranks"},
@@ -129,12 +131,12 @@ void placement() {
   RuntimeConfig config = valid();
   config.experts_per_rank = {3, 0, 5, 0};
   const Problem problem = make_problem(config, 2, kNumRanks);
-  check_equal(problem.first_local_expert, 3);
-  check_equal(problem.num_local_experts, 5);
+  REQUIRE_EQ(problem.first_local_expert, 3);
+  REQUIRE_EQ(problem.num_local_experts, 5);
 }
 
 // The largest of everything that is allowed: byte counts must not wrap around.
-void largest_sizes() {
+TEST_CASE("largest sizes") {
   RuntimeConfig config;
   config.num_experts = 32 * 1024;
   config.hidden_size = 1 << 20;
@@ -145,11 +147,11 @@ void largest_sizes() {
   config.combine_mode = CombineMode::DIRECT_SEND;
   const Plan largest = plan(make_problem(config, 0, 1024), this_machine());
   const double rows = 1024.0 * (1 << 19) * 32, bytes = rows * 2 * (1 << 20) * 64;
-  check(static_cast<double>(largest.memory.shared) >= bytes * 2, "shared bytes wrapped around");
-  check(static_cast<double>(largest.memory.outputs) >= bytes, "output bytes wrapped around");
+  REQUIRE(static_cast<double>(largest.memory.shared) >= bytes * 2);
+  REQUIRE(static_cast<double>(largest.memory.outputs) >= bytes);
 }
 
-void logical_experts() {
+TEST_CASE("logical experts") {
   check_refusals({
       {[](auto& c) { c.placement = {0, 1, 2}; }, "placement has 3 entries: must be one logical expert, or -1 for none"},
       {[](auto& c) { c.placement = {0, 1, 2, 3, 4, 5, 6, 8}; }, "placement[7] = 8: must be one logical expert"},
@@ -165,22 +167,12 @@ void logical_experts() {
   const std::vector<std::vector<i32>> wanted = {{0, 2, 3}, {0, 2, 6}, {1, 5, 3}, {0, 5, 7}};
   for (int rank = 0; rank < kNumRanks; ++rank) {
     const Problem problem = make_problem(config, rank, kNumRanks);
-    check_equal(problem.num_logical_experts, 3);
-    check(problem.physical_of_logical == wanted[static_cast<std::size_t>(rank)],
-          "rank " + std::to_string(rank) + " chooses other copies");
+    REQUIRE_EQ(problem.num_logical_experts, 3);
+    REQUIRE_MESSAGE(problem.physical_of_logical == wanted[static_cast<std::size_t>(rank)], "rank ", rank,
+                    " chooses other copies");
   }
-  check_equal(make_problem(valid(), 0, kNumRanks).num_logical_experts, 8);
-  check(make_problem(valid(), 0, kNumRanks).physical_of_logical.empty(), "a table without a placement");
+  REQUIRE_EQ(make_problem(valid(), 0, kNumRanks).num_logical_experts, 8);
+  REQUIRE(make_problem(valid(), 0, kNumRanks).physical_of_logical.empty());
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"sizes", sizes},
-                    {"numbers_that_name_nothing", numbers_that_name_nothing},
-                    {"formats", formats},
-                    {"placement", placement},
-                    {"logical_experts", logical_experts},
-                    {"largest_sizes", largest_sizes}});
-}

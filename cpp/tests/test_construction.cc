@@ -13,9 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "expertwire/moe_runtime.hpp"
 #include "process.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -107,50 +109,43 @@ std::vector<std::string> fail_each(const Trial& trial) {
       if (!trial.keep_group) bootstraps[idx].reset();
     });
     for (const auto& one : thrown) {
-      check(one.has_value() == thrown[kShortOfMemory].has_value(),
-            "allocation " + std::to_string(failing) + " failed on rank 1: a rank was built and another was not");
+      REQUIRE_MESSAGE(one.has_value() == thrown[kShortOfMemory].has_value(), "allocation ", failing,
+                      " failed on rank 1: a rank was built and another was not");
     }
     if (!thrown[0]) return texts;
     texts.push_back(*thrown[0]);
   }
 }
 
-void any_allocation() {
-  const std::vector<std::string> texts = fail_each({0, 6, false});
-  check(texts.size() > 100, "only " + std::to_string(texts.size()) + " allocations failed");
-  check_equal(texts[0], std::string("rank 1 could not be constructed: std::bad_alloc"));
-}
-
-void large_allocations_are_agreed_upon() {
-  const auto start = std::chrono::steady_clock::now();
-  const std::vector<std::string> texts = fail_each({1 << 20, 3 << 18, true});
-  check(texts.size() >= 3, "only " + std::to_string(texts.size()) + " allocations failed");
-  for (const std::string& text : texts) check_equal(text, std::string("rank 1: std::bad_alloc"));
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  check(elapsed.count() < 30.0, "ranks waited for one that had failed");
-}
-
 // Going beyond the limit on files would end the process by a signal.
-void a_limit_on_files_is_told_to_all() {
+TEST_CASE("a limit on files is told to all") {
   const std::string key = "construction-" + std::to_string(::getpid());
   check_processes(kNumRanks, [&key](int rank) {
     const rlimit limit{1 << 16, RLIM_INFINITY};
-    if (rank == kShortOfMemory) check_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    if (rank == kShortOfMemory) REQUIRE_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
     RuntimeConfig config = make_config(6);
     config.max_tokens_per_rank = 1 << 12;
     const auto group = make_host_bootstrap(rank, kNumRanks, key, 20.0);
     check_throws(ErrorCode::Backend, "at most 65536 bytes (ulimit -f)", [&] { MoERuntime(group, config); });
     config.max_tokens_per_rank = 1;
     config.max_in_flight = 1;
-    check(MoERuntime(group, config).is_available(), "one that keeps to the limit is refused");
+    REQUIRE(MoERuntime(group, config).is_available());  // it keeps to the limit
   });
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"a_limit_on_files_is_told_to_all", a_limit_on_files_is_told_to_all},
-                    {"any_allocation", any_allocation},
-                    {"large_allocations_are_agreed_upon", large_allocations_are_agreed_upon}});
+TEST_CASE("any allocation may fail") {
+  const std::vector<std::string> texts = fail_each({0, 6, false});
+  REQUIRE_GT(texts.size(), 100);
+  REQUIRE_EQ(texts[0], std::string("rank 1 could not be constructed: std::bad_alloc"));
 }
+
+TEST_CASE("large allocations are agreed upon") {
+  const auto start = std::chrono::steady_clock::now();
+  const std::vector<std::string> texts = fail_each({1 << 20, 3 << 18, true});
+  REQUIRE_GE(texts.size(), 3);
+  for (const std::string& text : texts) REQUIRE_EQ(text, std::string("rank 1: std::bad_alloc"));
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  REQUIRE(elapsed.count() < 30.0);  // no rank waited for the one that had failed
+}
+
+}  // namespace

@@ -2,11 +2,13 @@
 // GPUs, and with a GPU each.
 #include <iostream>
 
+#include <doctest/doctest.h>
+
 #include "bench/place.hpp"
-#include "check.hpp"
 #include "device_test.hpp"
 #include "expertwire/moe_runtime.hpp"
 #include "stored_case.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -27,30 +29,8 @@ bool lacks_devices(int wanted, const char* what) {
   return true;
 }
 
-void cases_on_one_gpu() {
-  for (const StoredCase& stored : stored_cases()) run_on_devices(stored, 1);
-}
-
-void cases_over_all_gpus() {
-  if (lacks_devices(2, "ranks over several GPUs")) return;
-  for (const StoredCase& stored : stored_cases()) {
-    if (stored.num_ranks > num_devices()) run_on_devices(stored, num_devices());
-  }
-}
-
-void cases_with_a_gpu_for_each_rank() {
-  if (lacks_devices(2, "a GPU for each rank")) return;
-  int num_run = 0;
-  for (const StoredCase& stored : stored_cases()) {
-    if (stored.num_ranks == 1 || stored.num_ranks > num_devices()) continue;
-    run_on_devices(stored, stored.num_ranks);
-    ++num_run;
-  }
-  check(num_run > 0, "no case has as many ranks as there are GPUs");
-}
-
 // What the host can see is refused on CUDA too, before anything is launched.
-void refusals() {
+TEST_CASE("wrong calls are refused") {
   const auto place = bench::make_place({DeviceType::CUDA, 0});
   RuntimeConfig config;
   config.num_experts = 4;
@@ -72,17 +52,32 @@ void refusals() {
   check_throws(ErrorCode::InvalidArgument, "max_tokens_per_rank = 3", [&] { runtime.dispatch(dispatch); });
   check_throws(ErrorCode::Unsupported, "Throughput", [&] { runtime.dispatch(ThroughputDispatchRequest{}); });
   check_throws(ErrorCode::InvalidHandle, "empty", [&] { runtime.combine(LatencyCombineRequest{}); });
-  check(runtime.is_available(), "a refused call ended the runtime");
+  REQUIRE(runtime.is_available());
+}
+
+TEST_CASE("cases with a GPU for each rank") {
+  if (lacks_devices(2, "a GPU for each rank")) return;
+  int num_run = 0;
+  for (const StoredCase& stored : stored_cases()) {
+    if (stored.num_ranks == 1 || stored.num_ranks > num_devices()) continue;
+    run_on_devices(stored, stored.num_ranks);
+    ++num_run;
+  }
+  REQUIRE(num_run > 0);
+}
+
+TEST_CASE("cases on one GPU") {
+  for (const StoredCase& stored : stored_cases()) run_on_devices(stored, 1);
+}
+
+TEST_CASE("cases over all GPUs") {
+  if (lacks_devices(2, "ranks over several GPUs")) return;
+  for (const StoredCase& stored : stored_cases()) {
+    if (stored.num_ranks > num_devices()) run_on_devices(stored, num_devices());
+  }
 }
 
 }  // namespace
 }  // namespace expertwire::test
 
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_device_tests(argc, argv,
-                          {{"refusals", refusals},
-                           {"cases_with_a_gpu_for_each_rank", cases_with_a_gpu_for_each_rank},
-                           {"cases_on_one_gpu", cases_on_one_gpu},
-                           {"cases_over_all_gpus", cases_over_all_gpus}});
-}
+int main(int argc, char** argv) { return expertwire::test::run_device_tests(argc, argv); }

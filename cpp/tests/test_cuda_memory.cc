@@ -8,15 +8,19 @@
 #include <cstring>
 #include <iostream>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include <doctest/doctest.h>
 
 #include "backend/cuda/driver.hpp"
 #include "backend/cuda/memory.hpp"
 #include "backend/cuda/topology.hpp"
-#include "check.hpp"
 #include "expertwire/bootstrap.hpp"
 #include "process.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -38,21 +42,21 @@ RankDevice rank_device(const char* host, unsigned char number) {
   return device;
 }
 
-void one_host_shares_by_descriptor() {
+TEST_CASE("one host shares by descriptor") {
   std::vector<RankDevice> ranks{rank_device("a", 1), rank_device("a", 1), rank_device("a", 2)};
-  check(cuda::choose_handle_type(ranks) == cuda::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  REQUIRE(cuda::choose_handle_type(ranks) == cuda::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
   ranks[2].has_descriptors = false;
   const std::string device = "Some GPU (GPU-00000000-0000-0000-0000-000000000002)";
   check_throws(ErrorCode::Unsupported, "file descriptors, which " + device + " of rank 2 lacks; cudaIpc handles",
                [&] { cuda::choose_handle_type(ranks); });
 }
 
-void several_hosts_share_by_fabric() {
+TEST_CASE("several hosts share by fabric") {
   std::vector<RankDevice> ranks{rank_device("a", 1), rank_device("a", 2), rank_device("b", 1)};
   check_throws(ErrorCode::Unsupported, "ranks 0 and 2 run on different hosts",
                [&] { cuda::choose_handle_type(ranks); });
   for (RankDevice& device : ranks) device.has_fabric = true;
-  check(cuda::choose_handle_type(ranks) == cuda::CU_MEM_HANDLE_TYPE_FABRIC);
+  REQUIRE(cuda::choose_handle_type(ranks) == cuda::CU_MEM_HANDLE_TYPE_FABRIC);
 }
 
 int num_devices() {
@@ -94,7 +98,7 @@ void exchange_regions(Bootstrap& bootstrap, const SymmetricMemory& memory, int d
   bootstrap.barrier();
   for (int from = 0; from < bootstrap.size(); ++from) {
     const std::vector<unsigned> wanted(num_words, value(from, rank));
-    check(writer.read(region(rank, from), num_words) == wanted, "not what rank " + std::to_string(from) + " wrote");
+    if (writer.read(region(rank, from), num_words) != wanted) FAIL("not what rank ", from, " wrote");
   }
   bootstrap.barrier();
 }
@@ -102,9 +106,9 @@ void exchange_regions(Bootstrap& bootstrap, const SymmetricMemory& memory, int d
 void check_rank(Bootstrap& bootstrap, int device) {
   for (int i = 0; i < 3; ++i) {
     const SymmetricMemory memory(bootstrap, device, kBytes);
-    check(memory.bytes() >= kBytes, "too small");
+    REQUIRE(memory.bytes() >= kBytes);
     exchange_regions(bootstrap, memory, device);
-    for (int rank = 0; rank < bootstrap.size(); ++rank) check(!memory.has_exited(rank), "a rank that runs has exited");
+    for (int rank = 0; rank < bootstrap.size(); ++rank) REQUIRE(!memory.has_exited(rank));
     bootstrap.barrier();
   }
 }
@@ -114,25 +118,15 @@ void check_threads(int num_ranks, int devices) {
   run_ranks(num_ranks, [&](int rank) { check_rank(*bootstraps[static_cast<std::size_t>(rank)], rank % devices); });
 }
 
-void two_threads() { check_threads(2, 1); }
-void four_threads() { check_threads(4, 1); }
-void one_rank() { check_threads(1, 1); }
-
-void threads_on_two_devices() {
-  if (num_devices() < 2) {
-    std::cout << "skipped: two devices: this machine shows one" << std::endl;
-    return;
-  }
-  check_threads(2, 2);
-  check_threads(4, 2);
-}
-
 std::string fresh_key() {
   static int counter = 0;
   return "cuda-memory-" + std::to_string(::getpid()) + "-" + std::to_string(counter++);
 }
 
-void processes() {
+// Processes first: once CUDA has been used in this one, it cannot fork ranks.
+TEST_SUITE_BEGIN("on devices");
+
+TEST_CASE("processes") {
   for (const int num_ranks : {2, 4}) {
     const std::string key = fresh_key();
     check_processes(num_ranks, [&](int rank) {
@@ -144,7 +138,7 @@ void processes() {
 }
 
 // The survivor still writes to the memory of the dead, drops it, and goes on with the same context.
-void killed_process() {
+TEST_CASE("a killed process") {
   const std::string key = fresh_key();
   const auto rank_of = [&key](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 2, key, 60.0);
@@ -152,22 +146,35 @@ void killed_process() {
     auto memory = std::make_unique<SymmetricMemory>(*bootstrap, device, kBytes);
     if (rank == 1) ::kill(::getpid(), SIGKILL);
     for (int i = 0; i < 1000 && !memory->has_exited(1); ++i) std::this_thread::sleep_for(10ms);
-    check(memory->has_exited(1), "the death of rank 1 is not seen");
+    REQUIRE(memory->has_exited(1));
     {
       const Writer writer(device);
       writer.fill(memory->address(1), 7, 1024);
-      check(writer.read(memory->address(1), 1024) == std::vector<unsigned>(1024, 7), "the memory of rank 1 is lost");
+      REQUIRE(writer.read(memory->address(1), 1024) == std::vector<unsigned>(1024, 7));
     }
     memory.reset();
     check_rank(*make_local_bootstraps(1).front(), device);
   };
   const Process survivor([&] { rank_of(0); });
   const Process victim([&] { rank_of(1); });
-  check(!victim.wait(), "the victim was to be killed");
-  check(survivor.wait(), "the survivor failed; its text is above");
+  REQUIRE(!victim.wait());
+  REQUIRE(survivor.wait());
 }
 
-void any_order_of_destruction() {
+TEST_CASE("one rank") { check_threads(1, 1); }
+TEST_CASE("two threads") { check_threads(2, 1); }
+TEST_CASE("four threads") { check_threads(4, 1); }
+
+TEST_CASE("threads on two devices") {
+  if (num_devices() < 2) {
+    std::cout << "skipped: two devices: this machine shows one" << std::endl;
+    return;
+  }
+  check_threads(2, 2);
+  check_threads(4, 2);
+}
+
+TEST_CASE("any order of destruction") {
   const auto bootstraps = make_local_bootstraps(3, 60.0);
   for (int first = 0; first < 3; ++first) {
     run_ranks(3, [&](int rank) {
@@ -180,14 +187,14 @@ void any_order_of_destruction() {
         const Writer writer(device);
         const CUdeviceptr place = memory->address(first) + 4096 * static_cast<std::size_t>(rank);
         writer.fill(place, 5, 1024);
-        check(writer.read(place, 1024) == std::vector<unsigned>(1024, 5), "the memory went with its owner");
+        REQUIRE(writer.read(place, 1024) == std::vector<unsigned>(1024, 5));  // memory outlives its owner
       }
       bootstrap.barrier();
     });
   }
 }
 
-void errors_reach_every_rank() {
+TEST_CASE("errors reach every rank") {
   const auto bootstraps = make_local_bootstraps(3, 60.0);
   run_ranks(3, [&](int rank) {
     Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(rank)];
@@ -201,7 +208,7 @@ void errors_reach_every_rank() {
 }
 
 // Where it is not permitted, the error says so.
-void fabric_allocation() {
+TEST_CASE("fabric allocation") {
   if (!cuda::describe_device(0).has_fabric) {
     std::cout << "skipped: fabric handles: this device has none" << std::endl;
     return;
@@ -212,17 +219,20 @@ void fabric_allocation() {
     cuda::CUmemFabricHandle handle = own.export_fabric();
     const cuda::Mapping mapping(cuda::Allocation(&handle, cuda::CU_MEM_HANDLE_TYPE_FABRIC, own.bytes()), 0);
     writer.fill(mapping.address(), 3, mapping.bytes() / 4);
-    check(writer.read(cuda::Mapping(own, 0).address(), 1024) == std::vector<unsigned>(1024, 3));
+    const std::vector<unsigned> words = writer.read(cuda::Mapping(own, 0).address(), 1024);
+    REQUIRE(words == std::vector<unsigned>(1024, 3));
   } catch (const Error& error) {
-    check(error.code() == ErrorCode::Unsupported, error.what());
+    REQUIRE_MESSAGE(error.code() == ErrorCode::Unsupported, error.what());
     std::cout << "not permitted here: " << error.what() << std::endl;
   }
 }
 
-// Asked in a child: a process that has initialised CUDA cannot fork ranks.
+TEST_SUITE_END();
+
+// Nothing, if there is one. Asked in a child, for the same reason.
 std::string why_no_device() {
   std::array<int, 2> ends{};
-  check(::pipe(ends.data()) == 0, "pipe");
+  if (::pipe(ends.data()) != 0) throw std::runtime_error("no pipe");
   const Process probe([&] {
     std::string text;
     try {
@@ -230,7 +240,9 @@ std::string why_no_device() {
     } catch (const Error& error) {
       text = error.what();
     }
-    check(::write(ends[1], text.data(), text.size()) == static_cast<ssize_t>(text.size()), "write");
+    if (::write(ends[1], text.data(), text.size()) != static_cast<ssize_t>(text.size())) {
+      throw std::runtime_error("the pipe took less");
+    }
   });
   ::close(ends[1]);
   std::string text;
@@ -238,34 +250,15 @@ std::string why_no_device() {
   for (ssize_t num_read; (num_read = ::read(ends[0], chunk.data(), chunk.size())) > 0;)
     text.append(chunk.data(), static_cast<std::size_t>(num_read));
   ::close(ends[0]);
-  check(probe.wait(), "loading the driver ended the process");
+  if (!probe.wait()) throw std::runtime_error("loading the driver ended the process");
   return text;
-}
-
-std::vector<Test> tests_for_this_machine() {
-  std::vector<Test> tests{{"one_host_shares_by_descriptor", one_host_shares_by_descriptor},
-                          {"several_hosts_share_by_fabric", several_hosts_share_by_fabric}};
-  const std::vector<Test> on_devices{{"processes", processes},  // before any that initialises CUDA here
-                                     {"killed_process", killed_process},
-                                     {"one_rank", one_rank},
-                                     {"two_threads", two_threads},
-                                     {"four_threads", four_threads},
-                                     {"threads_on_two_devices", threads_on_two_devices},
-                                     {"any_order_of_destruction", any_order_of_destruction},
-                                     {"errors_reach_every_rank", errors_reach_every_rank},
-                                     {"fabric_allocation", fabric_allocation}};
-  const std::string why = why_no_device();
-  if (!why.empty()) {
-    std::cout << "skipped: no CUDA device: " << why << std::endl;
-    return tests;
-  }
-  tests.insert(tests.end(), on_devices.begin(), on_devices.end());
-  return tests;
 }
 
 }  // namespace
 }  // namespace expertwire::test
 
 int main(int argc, char** argv) {
-  return expertwire::test::run_tests(argc, argv, expertwire::test::tests_for_this_machine());
+  using namespace expertwire::test;
+  const std::string why = why_no_device();
+  return why.empty() ? run_test_cases(argc, argv) : run_test_cases(argc, argv, "on devices", "no CUDA device: " + why);
 }

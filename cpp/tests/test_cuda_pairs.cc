@@ -4,11 +4,13 @@
 #include <iterator>
 #include <sstream>
 #include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
 
 #include "bench/inputs.hpp"
 #include "bench/ranks.hpp"
 #include "bench/report.hpp"
-#include "check.hpp"
 #include "device_test.hpp"
 
 namespace expertwire::test {
@@ -40,14 +42,16 @@ void pairs(const std::string& way) {
   }
 }
 
-void expert_major_bf16_reduce() { pairs("--layout expert-major --combine-mode rank-local-reduce"); }
-void expert_major_bf16_direct() { pairs("--layout expert-major --combine-mode direct-send"); }
-void expert_major_fp8_reduce() {
+TEST_CASE("expert-major BF16 local reduce") { pairs("--layout expert-major --combine-mode rank-local-reduce"); }
+TEST_CASE("expert-major BF16 direct send") { pairs("--layout expert-major --combine-mode direct-send"); }
+TEST_CASE("expert-major FP8 local reduce") {
   pairs("--layout expert-major --combine-mode rank-local-reduce --dispatch-dtype fp8-e4m3");
 }
-void expert_major_fp8_direct() { pairs("--layout expert-major --combine-mode direct-send --dispatch-dtype fp8-e4m3"); }
-void rank_major_bf16_reduce() { pairs("--layout rank-major --combine-mode rank-local-reduce"); }
-void rank_major_bf16_direct() { pairs("--layout rank-major --combine-mode direct-send"); }
+TEST_CASE("expert-major FP8 direct send") {
+  pairs("--layout expert-major --combine-mode direct-send --dispatch-dtype fp8-e4m3");
+}
+TEST_CASE("rank-major BF16 local reduce") { pairs("--layout rank-major --combine-mode rank-local-reduce"); }
+TEST_CASE("rank-major BF16 direct send") { pairs("--layout rank-major --combine-mode direct-send"); }
 
 // The shape that MSCCL++ EP quotes: 51.08 us expert-major and 40.95 us rank-major, on 8 GPUs.
 void captured_pair(const std::string& layout) {
@@ -58,24 +62,13 @@ void captured_pair(const std::string& layout) {
               layout.c_str(), result.options.num_ranks, std::min(num_devices(), result.options.num_ranks),
               pair.median_us, pair.min_us, pair.p99_us);
   std::fflush(stdout);
-  check(pair.min_us > 1.0, "a pair in no time: nothing ran");
+  REQUIRE(pair.min_us > 1.0);  // else nothing ran
 }
 
-void captured_pair_expert_major() { captured_pair("expert-major"); }
-void captured_pair_rank_major() { captured_pair("rank-major"); }
+TEST_CASE("captured pair expert-major") { captured_pair("expert-major"); }
+TEST_CASE("captured pair rank-major") { captured_pair("rank-major"); }
 
 }  // namespace
 }  // namespace expertwire::test
 
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_device_tests(argc, argv,
-                          {{"expert_major_bf16_reduce", expert_major_bf16_reduce},
-                           {"expert_major_bf16_direct", expert_major_bf16_direct},
-                           {"expert_major_fp8_reduce", expert_major_fp8_reduce},
-                           {"expert_major_fp8_direct", expert_major_fp8_direct},
-                           {"rank_major_bf16_reduce", rank_major_bf16_reduce},
-                           {"rank_major_bf16_direct", rank_major_bf16_direct},
-                           {"captured_pair_expert_major", captured_pair_expert_major},
-                           {"captured_pair_rank_major", captured_pair_rank_major}});
-}
+int main(int argc, char** argv) { return expertwire::test::run_device_tests(argc, argv); }

@@ -2,9 +2,11 @@
 // compiled for, and what is refused.
 #include <string>
 
+#include <doctest/doctest.h>
+
 #include "backend/cuda/cuda_plan.hpp"
-#include "check.hpp"
 #include "core/config.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -32,86 +34,88 @@ DeviceFacts make_device(int num_sms, int num_ranks_here = 1) { return {9, 0, num
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-void kernels_for_many_tokens_are_there_where_they_occur() {
+TEST_CASE("kernels for many tokens are there where they occur") {
   const int most = make_cuda_plan(make_cuda_problem(1), make_device(132)).small_work_tokens;
-  check_equal(most, 132 * 8 / kPartsOfRow);  // a warp for each piece of 256 elements and for the row's facts
+  REQUIRE_EQ(most, 132 * 8 / kPartsOfRow);  // a warp for each piece of 256 elements and for the row's facts
   for (const int num_ranks_here : {1, 4}) {
     const int few = most / num_ranks_here;
     const DeviceFacts device = make_device(132, num_ranks_here);
     const CudaPlan small = make_cuda_plan(make_cuda_problem(few), device);
-    check_equal(small.small_work_tokens, few);
-    check_equal(small.dispatch.size(), 1U);
-    check_equal(small.combine.size(), 1U);
+    REQUIRE_EQ(small.small_work_tokens, few);
+    REQUIRE_EQ(small.dispatch.size(), 1U);
+    REQUIRE_EQ(small.combine.size(), 1U);
     const CudaPlan large = make_cuda_plan(make_cuda_problem(few + 1), device);
-    check_equal(large.dispatch.size(), 2U);
-    check_equal(large.combine.size(), 2U);
+    REQUIRE_EQ(large.dispatch.size(), 2U);
+    REQUIRE_EQ(large.combine.size(), 2U);
   }
 }
 
-void nothing_is_left_out_for_an_unknown_device() {
+TEST_CASE("nothing is left out for an unknown device") {
   const CudaPlan plan = make_cuda_plan(make_cuda_problem(1), make_device(0));
-  check_equal(plan.dispatch.size(), 2U);
-  check_equal(plan.combine.size(), 2U);
+  REQUIRE_EQ(plan.dispatch.size(), 2U);
+  REQUIRE_EQ(plan.combine.size(), 2U);
   // What is compiled ahead of time is what a communicator asks for.
   const Problem problem = make_cuda_problem(100);
   const auto ahead = program_sources(problem, make_cuda_plan(problem, make_device(0)));
-  check(ahead == program_sources(problem, make_cuda_plan(problem, make_device(132))));
+  REQUIRE(ahead == program_sources(problem, make_cuda_plan(problem, make_device(132))));
 }
 
-void a_program_is_one_kernel_with_its_constants() {
+TEST_CASE("a program is one kernel with its constants") {
   const Problem problem = make_cuda_problem(100);
   const CudaPlan plan = make_cuda_plan(problem, make_device(132));
   for (const auto* variants : {&plan.dispatch, &plan.combine}) {
     for (const cuda::Variant& variant : *variants) {
       const bool is_dispatch = variant.kernel == cuda::Kernel::DISPATCH;
       const std::string source = program_source(problem, variant);
-      check_equal(has(source, "#include \"dispatch.cuh\""), is_dispatch);
-      check_equal(has(source, "#include \"combine.cuh\""), !is_dispatch);
-      check_equal(has(source, "kMarkBatch"), is_dispatch);
-      check_equal(has(source, "kGather"), !is_dispatch);
-      check(has(source, "kNumThreads = " + std::to_string(variant.num_threads) + ";"), source);
-      check(has(source, "kHiddenSize = 7168;") && has(source, "kFirstExpert[] = {0, 8, 16}"), source);
+      REQUIRE_EQ(has(source, "#include \"dispatch.cuh\""), is_dispatch);
+      REQUIRE_EQ(has(source, "#include \"combine.cuh\""), !is_dispatch);
+      REQUIRE_EQ(has(source, "kMarkBatch"), is_dispatch);
+      REQUIRE_EQ(has(source, "kGather"), !is_dispatch);
+      REQUIRE_MESSAGE(has(source, "kNumThreads = " + std::to_string(variant.num_threads) + ";"), source);
+      REQUIRE_MESSAGE(has(source, "kHiddenSize = 7168;"), source);
+      REQUIRE_MESSAGE(has(source, "kFirstExpert[] = {0, 8, 16}"), source);
     }
   }
 }
 
-void combines_by_blocks_are_there_where_they_are_asked_for() {
+TEST_CASE("combines by blocks are there where they are asked for") {
   RuntimeConfig config = make_config(100);
   const auto plan_of = [&] { return make_cuda_plan(make_problem(config, 0, 2), make_device(132)); };
   const auto count = [&] {
     std::size_t found = 0;
     for (const cuda::Variant& variant : programs(plan_of())) {
       const bool by_blocks = has(program_source(make_problem(config, 0, 2), variant), "kByBlocks = true;");
-      check_equal(by_blocks, variant.by_blocks);
-      check(!by_blocks || variant.kernel == cuda::Kernel::COMBINE, "dispatch makes no difference");
-      check(!by_blocks || variant.phase != cuda::Phase::RECEIVE, "a receive reads no expert rows");
+      REQUIRE_EQ(by_blocks, variant.by_blocks);
+      REQUIRE((!by_blocks || variant.kernel == cuda::Kernel::COMBINE));  // dispatch makes no difference
+      REQUIRE((!by_blocks || variant.phase != cuda::Phase::RECEIVE));    // a receive reads no expert rows
       found += by_blocks ? 1 : 0;
     }
     return found;
   };
-  check_equal(count(), 0U);
+  REQUIRE_EQ(count(), 0U);
   config.block_overlap = true;
-  check_equal(count(), plan_of().combine.size());
+  REQUIRE_EQ(count(), plan_of().combine.size());
   config.two_phase = true;
-  check_equal(count(), 2 * plan_of().combine.size());
-  check(has(plan_of().to_string(), "combine also by blocks"), plan_of().to_string());
+  REQUIRE_EQ(count(), 2 * plan_of().combine.size());
+  REQUIRE_MESSAGE(has(plan_of().to_string(), "combine also by blocks"), plan_of().to_string());
 }
 
-void grids_fit_the_share_of_the_device() {
+TEST_CASE("grids fit the share of the device") {
   RuntimeConfig config = make_config(8);
   const auto plan_of = [&](int num_ranks_here) {
     return make_cuda_plan(make_problem(config, 0, 2), make_device(132, num_ranks_here));
   };
-  check_equal(plan_of(1).dispatch_blocks, 132);
-  check_equal(plan_of(4).combine_blocks, 33);
-  check(plan_of(1).dependent_launch && !plan_of(2).dependent_launch, "a waiting kernel keeps no peer out");
+  REQUIRE_EQ(plan_of(1).dispatch_blocks, 132);
+  REQUIRE_EQ(plan_of(4).combine_blocks, 33);
+  REQUIRE(plan_of(1).dependent_launch);
+  REQUIRE(!plan_of(2).dependent_launch);  // or a waiting kernel would keep a peer out
   config.dispatch_num_blocks = 34;
-  check_equal(plan_of(1).dispatch_blocks, 34);
+  REQUIRE_EQ(plan_of(1).dispatch_blocks, 34);
   check_throws(ErrorCode::InvalidArgument, "dispatch_num_blocks = 34: at most 33 on 132 SMs shared by 4 ranks",
                [&] { plan_of(4); });
 }
 
-void what_a_device_cannot_do_is_refused() {
+TEST_CASE("what a device cannot do is refused") {
   const Problem problem = make_cuda_problem(8);
   check_throws(ErrorCode::Unsupported, "compute capability 7.5",
                [&] { make_cuda_plan(problem, {7, 5, 80, 200'000, 1}); });
@@ -123,26 +127,16 @@ void what_a_device_cannot_do_is_refused() {
                [&] { make_cuda_plan(make_problem(fp8, 0, 2), {8, 0, 108, 200'000, 1}); });
 }
 
-void a_plan_prints_as_one_line() {
+TEST_CASE("a plan prints as one line") {
   for (const int max_tokens : {1, 1000}) {
     const CudaPlan plan = make_cuda_plan(make_cuda_problem(max_tokens), make_device(132));
     const std::string text = plan.to_string();
-    check(!has(text, "\n"), text);
-    check(has(text, "sm_90") && has(text, "blocks 132 and 132"), text);
-    check_equal(has(text, "up to " + std::to_string(plan.small_work_tokens) + " tokens"), max_tokens == 1000);
+    CAPTURE(text);
+    REQUIRE(!has(text, "\n"));
+    REQUIRE(has(text, "sm_90"));
+    REQUIRE(has(text, "blocks 132 and 132"));
+    REQUIRE_EQ(has(text, "up to " + std::to_string(plan.small_work_tokens) + " tokens"), max_tokens == 1000);
   }
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(
-      argc, argv,
-      {{"kernels_for_many_tokens_are_there_where_they_occur", kernels_for_many_tokens_are_there_where_they_occur},
-       {"nothing_is_left_out_for_an_unknown_device", nothing_is_left_out_for_an_unknown_device},
-       {"a_program_is_one_kernel_with_its_constants", a_program_is_one_kernel_with_its_constants},
-       {"combines_by_blocks_are_there_where_they_are_asked_for", combines_by_blocks_are_there_where_they_are_asked_for},
-       {"grids_fit_the_share_of_the_device", grids_fit_the_share_of_the_device},
-       {"what_a_device_cannot_do_is_refused", what_a_device_cannot_do_is_refused},
-       {"a_plan_prints_as_one_line", a_plan_prints_as_one_line}});
-}

@@ -1,10 +1,13 @@
 // The environment is read once per process, so each case runs in a process of its own.
 #include <cstdlib>
+#include <string>
+
+#include <doctest/doctest.h>
 
 #include "base/env.hpp"
-#include "check.hpp"
 #include "expertwire/version.hpp"
 #include "process.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -16,26 +19,26 @@ void clear() {
   }
 }
 
-void defaults() {
+TEST_CASE("defaults") {
   check_process([] {
     clear();
     setenv("XDG_CACHE_HOME", "/xdg", 1);
-    check_equal(env().cpu_isa, "auto");
-    check(!env().validate);
-    check(!env().nvtx);
-    check_equal(env().log, "off");
-    check_equal(env().nvrtc_dir, "");
-    check_equal(env().cache_dir, "/xdg/expertwire/" + std::string(kVersion));
+    REQUIRE_EQ(env().cpu_isa, "auto");
+    REQUIRE(!env().validate);
+    REQUIRE(!env().nvtx);
+    REQUIRE_EQ(env().log, "off");
+    REQUIRE_EQ(env().nvrtc_dir, "");
+    REQUIRE_EQ(env().cache_dir, "/xdg/expertwire/" + std::string(kVersion));
   });
   check_process([] {
     clear();
     unsetenv("XDG_CACHE_HOME");
     setenv("HOME", "/home/somebody", 1);
-    check_equal(env().cache_dir, "/home/somebody/.cache/expertwire/" + std::string(kVersion));
+    REQUIRE_EQ(env().cache_dir, "/home/somebody/.cache/expertwire/" + std::string(kVersion));
   });
 }
 
-void given_values() {
+TEST_CASE("given values") {
   check_process([] {
     setenv("EXPERTWIRE_CPU_ISA", "plain", 1);
     setenv("EXPERTWIRE_VALIDATE", "1", 1);
@@ -43,18 +46,18 @@ void given_values() {
     setenv("EXPERTWIRE_CACHE_DIR", "/kernels", 1);
     setenv("EXPERTWIRE_NVRTC_DIR", "/compiler", 1);
     setenv("EXPERTWIRE_LOG", "info", 1);
-    check_equal(env().cpu_isa, "plain");
-    check(env().validate);
-    check(env().nvtx);
-    check_equal(env().cache_dir, "/kernels");
-    check_equal(env().nvrtc_dir, "/compiler");
-    check_equal(env().log, "info");
+    REQUIRE_EQ(env().cpu_isa, "plain");
+    REQUIRE(env().validate);
+    REQUIRE(env().nvtx);
+    REQUIRE_EQ(env().cache_dir, "/kernels");
+    REQUIRE_EQ(env().nvrtc_dir, "/compiler");
+    REQUIRE_EQ(env().log, "info");
     setenv("EXPERTWIRE_LOG", "off", 1);
-    check_equal(env().log, "info");  // read once
+    REQUIRE_EQ(env().log, "info");  // read once
   });
 }
 
-void unknown_values_name_the_variable() {
+TEST_CASE("unknown values name the variable") {
   check_process([] {
     clear();
     setenv("EXPERTWIRE_CPU_ISA", "sse9", 1);
@@ -70,11 +73,3 @@ void unknown_values_name_the_variable() {
 
 }  // namespace
 }  // namespace expertwire::test
-
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_tests(argc, argv,
-                   {{"defaults", defaults},
-                    {"given_values", given_values},
-                    {"unknown_values_name_the_variable", unknown_values_name_the_variable}});
-}

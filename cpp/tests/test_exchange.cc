@@ -6,15 +6,18 @@
 
 #include <array>
 #include <chrono>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include <doctest/doctest.h>
+
 #include "base/collective.hpp"
 #include "base/descriptor_exchange.hpp"
-#include "check.hpp"
 #include "expertwire/bootstrap.hpp"
 #include "process.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -25,14 +28,14 @@ using namespace std::chrono_literals;
 struct Pipe {
   Pipe() {
     std::array<int, 2> ends{};
-    check(::pipe(ends.data()) == 0, "pipe");
+    REQUIRE(::pipe(ends.data()) == 0);
     reading = Descriptor(ends[0]);
     writing = Descriptor(ends[1]);
   }
   std::string read() const {
     std::array<char, 64> text;
     const ssize_t num_read = ::read(reading.get(), text.data(), text.size());
-    check(num_read >= 0, "read");
+    REQUIRE(num_read >= 0);
     return std::string(text.data(), static_cast<std::size_t>(num_read));
   }
   Descriptor reading;
@@ -44,7 +47,7 @@ std::string fresh_key() {
   return "exchange-" + std::to_string(::getpid()) + "-" + std::to_string(counter++);
 }
 
-void steps_succeed_together() {
+TEST_CASE("steps succeed together") {
   const auto bootstraps = make_local_bootstraps(3);
   run_ranks(3, [&](int rank) {
     Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(rank)];
@@ -62,11 +65,11 @@ void steps_succeed_together() {
         if (rank == 0) throw Error(ErrorCode::InvalidArgument, "");
       });
     });
-    check_equal(num_steps, 2);
+    REQUIRE_EQ(num_steps, 2);
   });
 }
 
-void an_own_error_outlives_the_group() {
+TEST_CASE("an own error outlives the group") {
   const auto bootstraps = make_local_bootstraps(2, 0.2);
   const auto step = [](bool fails) {
     return [fails] {
@@ -89,7 +92,7 @@ class Mixed final : public Bootstrap {
   std::vector<std::string> answer_;
 };
 
-void answers_that_mean_nothing_are_refused() {
+TEST_CASE("answers that mean nothing are refused") {
   const auto no_step = [](std::vector<std::string> answer) {
     return [answer = std::move(answer)] {
       Mixed bootstrap(answer);
@@ -107,15 +110,15 @@ void answers_that_mean_nothing_are_refused() {
   check_throws(ErrorCode::Backend, "returned 1 bytes, expected 8", [&] { gather_values(other, 1L); });
 }
 
-void values_are_gathered_by_rank() {
+TEST_CASE("values are gathered by rank") {
   const auto bootstraps = make_local_bootstraps(3);
   run_ranks(3, [&](int rank) {
     const auto all = gather_values(*bootstraps[static_cast<std::size_t>(rank)], 10L + rank);
-    check(all == std::vector<long>{10, 11, 12});
+    REQUIRE(all == std::vector<long>{10, 11, 12});
   });
 }
 
-void threads_receive_the_objects_themselves() {
+TEST_CASE("threads receive the objects themselves") {
   const auto bootstraps = make_local_bootstraps(3);
   std::vector<std::shared_ptr<int>> objects;
   for (int rank = 0; rank < 3; ++rank) objects.push_back(std::make_shared<int>(rank));
@@ -123,15 +126,16 @@ void threads_receive_the_objects_themselves() {
     const auto idx = static_cast<std::size_t>(rank);
     const std::vector<Received> all = exchange_descriptors(*bootstraps[idx], {Descriptor(), objects[idx], 5});
     for (std::size_t peer = 0; peer < 3; ++peer) {
-      check(all[peer].local == objects[peer], "another object");
-      check(!all[peer].descriptor.valid() && !all[peer].process.valid(), "a descriptor within a process");
-      check_equal(all[peer].bytes, 5U);
-      check(!has_exited(all[peer].process));
+      REQUIRE(all[peer].local == objects[peer]);
+      REQUIRE(!all[peer].descriptor.valid());
+      REQUIRE(!all[peer].process.valid());
+      REQUIRE_EQ(all[peer].bytes, 5U);
+      REQUIRE(!has_exited(all[peer].process));
     }
   });
 }
 
-void processes_receive_duplicates() {
+TEST_CASE("processes receive duplicates") {
   const std::string key = fresh_key();
   check_processes(3, [&](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 3, key, 20.0);
@@ -141,13 +145,14 @@ void processes_receive_duplicates() {
         exchange_descriptors(*bootstrap, {own.writing, object, 100 + static_cast<std::uint64_t>(rank)});
     for (int peer = 0; peer < 3; ++peer) {
       const Received& one = all[static_cast<std::size_t>(peer)];
-      check_equal(one.bytes, 100 + static_cast<std::uint64_t>(peer));
-      check(one.local == (peer == rank ? object : nullptr), "an object of another process");
-      check(one.descriptor.valid() == (peer != rank), "descriptors come from others");
-      if (peer == (rank + 1) % 3) check(::write(one.descriptor.get(), "from", 4) == 4 && !has_exited(one.process));
+      REQUIRE_EQ(one.bytes, 100 + static_cast<std::uint64_t>(peer));
+      REQUIRE(one.local == (peer == rank ? object : nullptr));
+      REQUIRE(one.descriptor.valid() == (peer != rank));  // descriptors come from others
+      if (peer == (rank + 1) % 3) REQUIRE(::write(one.descriptor.get(), "from", 4) == 4);
+      REQUIRE(!has_exited(one.process));
     }
     bootstrap->barrier();
-    check_equal(own.read(), std::string("from"));
+    REQUIRE_EQ(own.read(), std::string("from"));
     bootstrap->barrier();
   });
 }
@@ -157,9 +162,9 @@ void limit_descriptors(int room) {
   int limit = 0;
   while (::fcntl(limit, F_GETFD) >= 0 || room-- > 0) ++limit;  // the number of the first that it may not open
   rlimit limits{};
-  check(::getrlimit(RLIMIT_NOFILE, &limits) == 0, "getrlimit");
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &limits) == 0);
   limits.rlim_cur = static_cast<rlim_t>(limit);
-  check(::setrlimit(RLIMIT_NOFILE, &limits) == 0, "setrlimit");
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &limits) == 0);
 }
 
 // UBSan opens a pipe for each class whose objects it sees for the first time: they are all seen before the limit is set.
@@ -171,7 +176,7 @@ void rehearse(Bootstrap& bootstrap) {
 
 // A rank holds its listener, a connection, and the peer's descriptor and pidfd; it fails at the first that it has no room
 // for, wherever its peer is by then.
-void a_rank_out_of_descriptors_is_named_at_once() {
+TEST_CASE("a rank out of descriptors is named at once") {
   for (const int room : {0, 1, 2, 3}) {
     for (const int poor : {0, 1}) {
       const std::string key = fresh_key();
@@ -185,14 +190,14 @@ void a_rank_out_of_descriptors_is_named_at_once() {
           exchange_descriptors(*bootstrap, {own.writing, std::make_shared<int>(0), 1});
         });
         const std::string text = error.what();
-        check(text.find("open files") != std::string::npos, text);
-        check(std::chrono::steady_clock::now() - start < 5s, "slow: " + text);
+        if (text.find("open files") == std::string::npos) FAIL(text);
+        REQUIRE(std::chrono::steady_clock::now() - start < 5s);
       });
     }
   }
 }
 
-void there_is_room_for_an_exchange() {
+TEST_CASE("there is room for an exchange") {
   const std::string key = fresh_key();
   check_processes(2, [&](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 2, key, 20.0);
@@ -200,42 +205,29 @@ void there_is_room_for_an_exchange() {
     rehearse(*bootstrap);
     limit_descriptors(4);
     const std::vector<Received> all = exchange_descriptors(*bootstrap, {own.writing, std::make_shared<int>(0), 1});
-    check(all[static_cast<std::size_t>(1 - rank)].descriptor.valid(), "nothing received");
+    REQUIRE(all[static_cast<std::size_t>(1 - rank)].descriptor.valid());
     bootstrap->barrier();
   });
 }
 
-void deaths_are_seen() {
+TEST_CASE("deaths are seen") {
   const std::string key = fresh_key();
   const auto rank_of = [&key](int rank) {
     const auto bootstrap = make_host_bootstrap(rank, 2, key, 20.0);
     const Pipe own;
     const std::vector<Received> all = exchange_descriptors(*bootstrap, {own.writing, std::make_shared<int>(0), 1});
-    check(!has_exited(all[0].process) && !has_exited(all[1].process), "dead too soon");
+    REQUIRE(!has_exited(all[0].process));
+    REQUIRE(!has_exited(all[1].process));
     bootstrap->barrier();
     if (rank == 1) ::kill(::getpid(), SIGKILL);
     for (int i = 0; i < 1000 && !has_exited(all[1].process); ++i) std::this_thread::sleep_for(10ms);
-    check(has_exited(all[1].process), "the death of rank 1 is not seen");
+    REQUIRE(has_exited(all[1].process));
   };
   const Process survivor([&] { rank_of(0); });
   const Process victim([&] { rank_of(1); });
-  check(!victim.wait(), "the victim was to be killed");
-  check(survivor.wait(), "the survivor failed; its text is above");
+  REQUIRE(!victim.wait());
+  REQUIRE(survivor.wait());
 }
 
 }  // namespace
 }  // namespace expertwire::test
-
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_tests(argc, argv,
-                   {{"steps_succeed_together", steps_succeed_together},
-                    {"answers_that_mean_nothing_are_refused", answers_that_mean_nothing_are_refused},
-                    {"an_own_error_outlives_the_group", an_own_error_outlives_the_group},
-                    {"values_are_gathered_by_rank", values_are_gathered_by_rank},
-                    {"threads_receive_the_objects_themselves", threads_receive_the_objects_themselves},
-                    {"processes_receive_duplicates", processes_receive_duplicates},
-                    {"a_rank_out_of_descriptors_is_named_at_once", a_rank_out_of_descriptors_is_named_at_once},
-                    {"there_is_room_for_an_exchange", there_is_room_for_an_exchange},
-                    {"deaths_are_seen", deaths_are_seen}});
-}

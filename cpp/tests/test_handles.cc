@@ -5,8 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "expertwire/moe_runtime.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -55,7 +57,7 @@ class Rank {
   void combine_and_check(const DispatchHandle& handle) {
     out.assign(out.size(), 0);
     runtime.combine(combine_request(handle));
-    check(out == std::vector<std::uint16_t>(out.size(), kTwo), "tokens did not come back doubled");
+    REQUIRE(out == std::vector<std::uint16_t>(out.size(), kTwo));
   }
 
   std::vector<std::uint16_t> x = std::vector<std::uint16_t>(kTokens * kHidden, kOne), out = x;
@@ -68,22 +70,22 @@ void by_threads(const std::function<void(const std::shared_ptr<Bootstrap>&)>& bo
   run_ranks(kRanks, [&](int rank) { body(bootstraps[static_cast<std::size_t>(rank)]); });
 }
 
-void a_handle_knows_its_dispatch() {
+TEST_CASE("a handle knows its dispatch") {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank rank(bootstrap, 2);
-    check(DispatchHandle{}.empty(), "a new handle names something");
+    REQUIRE(DispatchHandle{}.empty());
     for (int step = 0; step < 4; ++step) {
-      check_equal(rank.runtime.next_lane(), step % 2);
+      REQUIRE_EQ(rank.runtime.next_lane(), step % 2);
       const DispatchHandle handle = rank.dispatch();
-      check(!handle.empty(), "dispatch returned an empty handle");
-      check_equal(handle.lane(), step % 2);
-      check_equal(handle.num_tokens(), kTokens);
+      REQUIRE(!handle.empty());
+      REQUIRE_EQ(handle.lane(), step % 2);
+      REQUIRE_EQ(handle.num_tokens(), kTokens);
       rank.combine_and_check(handle);
     }
   });
 }
 
-void a_handle_may_be_combined_twice() {
+TEST_CASE("a handle may be combined twice") {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank rank(bootstrap);
     const DispatchHandle handle = rank.dispatch(), copy = handle;
@@ -91,7 +93,7 @@ void a_handle_may_be_combined_twice() {
   });
 }
 
-void a_stale_handle_is_refused() {
+TEST_CASE("a stale handle is refused") {
   for (const int lanes : {1, 3}) {
     by_threads([lanes](const std::shared_ptr<Bootstrap>& bootstrap) {
       Rank rank(bootstrap, lanes);
@@ -106,7 +108,7 @@ void a_stale_handle_is_refused() {
   }
 }
 
-void a_foreign_handle_is_refused() {
+TEST_CASE("a foreign handle is refused") {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank one(bootstrap), other(bootstrap);
     const DispatchHandle of_one = one.dispatch(), of_other = other.dispatch();
@@ -117,7 +119,7 @@ void a_foreign_handle_is_refused() {
   });
 }
 
-void an_empty_handle_is_refused() {
+TEST_CASE("an empty handle is refused") {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank rank(bootstrap);
     check_throws(ErrorCode::InvalidHandle, "handle is empty",
@@ -134,11 +136,11 @@ void dispatch_refuses(const char* part, const std::function<void(LatencyDispatch
     spoil(request);
     if (bootstrap->rank() == 1) check_throws(ErrorCode::InvalidArgument, part, [&] { rank.runtime.dispatch(request); });
     rank.combine_and_check(rank.dispatch());
-    check_equal(rank.runtime.stats().dispatch_calls, std::uint64_t{1});
+    REQUIRE_EQ(rank.runtime.stats().dispatch_calls, std::uint64_t{1});
   });
 }
 
-void wrong_dispatch_requests_are_refused() {
+TEST_CASE("wrong dispatch requests are refused") {
   static const std::vector<float> scales(kTokens, 1.0f);
   static const std::vector<std::int64_t> beyond{0, 3, 4, 2, 3, 1}, twice{0, 3, 1, 2, 3, 3};
   dispatch_refuses("num_tokens = 4: must be between 0 and max_tokens_per_rank = 3",
@@ -159,7 +161,7 @@ void wrong_dispatch_requests_are_refused() {
 }
 
 // Rows of a dispatch may go anywhere but over what it tells of them.
-void outputs_of_a_dispatch_stay_apart() {
+TEST_CASE("outputs of a dispatch stay apart") {
   for (const auto layout : {DispatchLayout::EXPERT_MAJOR, DispatchLayout::RANK_MAJOR}) {
     by_threads([layout](const std::shared_ptr<Bootstrap>& bootstrap) {
       RuntimeConfig config = Rank::config(1);
@@ -190,11 +192,11 @@ void combine_refuses(const char* part, const std::function<void(LatencyCombineRe
     spoil(request);
     if (bootstrap->rank() == 0) check_throws(ErrorCode::InvalidArgument, part, [&] { rank.runtime.combine(request); });
     rank.combine_and_check(handle);
-    check_equal(rank.runtime.stats().combine_calls, std::uint64_t{1});
+    REQUIRE_EQ(rank.runtime.stats().combine_calls, std::uint64_t{1});
   });
 }
 
-void wrong_combine_requests_are_refused() {
+TEST_CASE("wrong combine requests are refused") {
   combine_refuses("num_tokens = 2: the dispatch of this handle had 3",
                   [](LatencyCombineRequest& r) { r.num_tokens = kTokens - 1; });
   combine_refuses("num_tokens = 9: must be between 0 and max_tokens_per_rank",
@@ -215,7 +217,7 @@ void wrong_combine_requests_are_refused() {
 }
 
 // Two dispatches and their combines under way; every order that would spoil one of them is refused, and they end well.
-void two_phases_keep_their_order() {
+TEST_CASE("two phases keep their order") {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank rank(bootstrap, 2);
     MoERuntime& runtime = rank.runtime;
@@ -230,25 +232,25 @@ void two_phases_keep_their_order() {
     check_throws(ErrorCode::InvalidHandle, "handle is empty", [&] { runtime.dispatch_receive(DispatchHandle{}); });
     check_throws(ErrorCode::InvalidArgument, "stream", [&] { runtime.dispatch_receive(first, &rank); });
     runtime.dispatch_receive(second);
-    check(runtime.dispatch_done(second), "received and not done");
+    REQUIRE(runtime.dispatch_done(second));
     runtime.dispatch_receive(first);
     check_throws(ErrorCode::InvalidHandle, "received before", [&] { runtime.dispatch_receive(first); });
-    check(!runtime.combine_done(first), "done before it was sent");
+    REQUIRE(!runtime.combine_done(first));
     runtime.combine_send(rank.combine_request(first));
     rank.combine_and_check(second);
     check_throws(ErrorCode::InvalidHandle, "dispatch: the combine of dispatch 1 in lane 0", [&] { rank.dispatch(); });
     rank.out.assign(rank.out.size(), 0);
     runtime.combine_receive(first);
-    check(runtime.combine_done(first), "received and not done");
-    check(rank.out == std::vector<std::uint16_t>(rank.out.size(), kTwo), "tokens did not come back doubled");
+    REQUIRE(runtime.combine_done(first));
+    REQUIRE(rank.out == std::vector<std::uint16_t>(rank.out.size(), kTwo));
     const DispatchHandle third = rank.dispatch();
-    check(!runtime.combine_done(third), "the combine of an older dispatch counts");
+    REQUIRE(!runtime.combine_done(third));  // the combine of an older dispatch does not count
     rank.combine_and_check(third);
-    check(runtime.combine_done(third), "combined and not done");
+    REQUIRE(runtime.combine_done(third));
   });
 }
 
-void a_closed_runtime_refuses() {
+TEST_CASE("a closed runtime refuses") {
   by_threads([](const std::shared_ptr<Bootstrap>& bootstrap) {
     Rank rank(bootstrap);
     const DispatchHandle handle = rank.dispatch();
@@ -256,7 +258,7 @@ void a_closed_runtime_refuses() {
     bootstrap->barrier();
     rank.runtime.close();
     rank.runtime.close();
-    check(!rank.runtime.is_available(), "closed and available");
+    REQUIRE(!rank.runtime.is_available());
     check_throws(ErrorCode::InvalidArgument, "closed", [&] { rank.dispatch(); });
     check_throws(ErrorCode::InvalidArgument, "closed", [&] { rank.runtime.combine(rank.combine_request(handle)); });
     check_throws(ErrorCode::InvalidArgument, "closed", [&] { rank.runtime.check(); });
@@ -264,17 +266,3 @@ void a_closed_runtime_refuses() {
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"a_handle_knows_its_dispatch", a_handle_knows_its_dispatch},
-                    {"a_handle_may_be_combined_twice", a_handle_may_be_combined_twice},
-                    {"a_stale_handle_is_refused", a_stale_handle_is_refused},
-                    {"a_foreign_handle_is_refused", a_foreign_handle_is_refused},
-                    {"an_empty_handle_is_refused", an_empty_handle_is_refused},
-                    {"wrong_dispatch_requests_are_refused", wrong_dispatch_requests_are_refused},
-                    {"outputs_of_a_dispatch_stay_apart", outputs_of_a_dispatch_stay_apart},
-                    {"wrong_combine_requests_are_refused", wrong_combine_requests_are_refused},
-                    {"two_phases_keep_their_order", two_phases_keep_their_order},
-                    {"a_closed_runtime_refuses", a_closed_runtime_refuses}});
-}

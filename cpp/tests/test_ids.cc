@@ -4,8 +4,10 @@
 #include <limits>
 #include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "expertwire/moe_runtime.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -73,15 +75,9 @@ void check_ids(DispatchLayout layout) {
   });
 }
 
-template <typename Index>
-void check_both_layouts() {
+TEST_CASE_TEMPLATE("ids at the edges of their type", Index, std::int32_t, std::int64_t) {
   check_ids<Index>(DispatchLayout::EXPERT_MAJOR);
   check_ids<Index>(DispatchLayout::RANK_MAJOR);
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"int32", check_both_layouts<std::int32_t>}, {"int64", check_both_layouts<std::int64_t>}});
-}

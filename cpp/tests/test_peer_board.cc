@@ -4,11 +4,13 @@
 #include <utility>
 #include <vector>
 
+#include <doctest/doctest.h>
+
 #include "backend/cpu/peer_board.hpp"
 #include "backend/cpu/shared_memory.hpp"
-#include "check.hpp"
 #include "core/config.hpp"
 #include "core/plan.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -57,12 +59,13 @@ class Group {
 };
 
 void check_told(const Error& error, const std::vector<int>& ranks, const std::string& text) {
-  check(error.ranks() == ranks, error.what());
   const std::string told = error.what();
-  check(told.ends_with(": " + text), told);
+  CAPTURE(told);
+  REQUIRE(error.ranks() == ranks);
+  REQUIRE(told.ends_with(": " + text));
 }
 
-void one_error_names_every_rank_with_its_reason() {
+TEST_CASE("one error names every rank with its reason") {
   Group group(20.0);
   group.board(2).close();
   check_told(group.loss(1, 2), {2}, "rank 2 closed the communicator");
@@ -73,7 +76,7 @@ void one_error_names_every_rank_with_its_reason() {
   check_told(error, {1, 2}, "rank 2 closed the communicator, rank 1 had ended with an error");
 }
 
-void who_was_given_up_and_raised_has_not_closed() {
+TEST_CASE("who was given up and raised has not closed") {
   Group group(0.01);
   const Operation first = group.board(2).begin("dispatch", 0, 0);
   group.board(2).post(WordKind::DISPATCH, first);
@@ -85,7 +88,7 @@ void who_was_given_up_and_raised_has_not_closed() {
   check_told(error, {1}, "rank 1 had ended with an error");
 }
 
-void closing_after_an_error_stays_an_error() {
+TEST_CASE("closing after an error stays an error") {
   Group group(20.0);
   group.board(2).close();
   group.loss(1, 2);
@@ -98,11 +101,3 @@ void closing_after_an_error_stays_an_error() {
 
 }  // namespace
 }  // namespace expertwire::test
-
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_tests(argc, argv,
-                   {{"one_error_names_every_rank_with_its_reason", one_error_names_every_rank_with_its_reason},
-                    {"who_was_given_up_and_raised_has_not_closed", who_was_given_up_and_raised_has_not_closed},
-                    {"closing_after_an_error_stays_an_error", closing_after_an_error_stays_an_error}});
-}

@@ -3,14 +3,14 @@
 #include <cstdint>
 #include <string>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "core/config.hpp"
 #include "core/plan.hpp"
 
 namespace {
 
 using namespace expertwire;
-using namespace expertwire::test;
 
 std::uint64_t align(std::uint64_t bytes, std::uint64_t alignment = 128) {
   return (bytes + alignment - 1) / alignment * alignment;
@@ -38,7 +38,7 @@ Machine machine_of(int num_cores) {
   return machine;
 }
 
-void memory_follows_the_formula() {
+TEST_CASE("memory follows the formula") {
   constexpr std::uint64_t kRanks = 3, kTokens = 7, kTopk = 3, kHidden = 640, kLocal = 7, kLanes = 2;
   for (const CombineMode mode : {CombineMode::RANK_LOCAL_REDUCE, CombineMode::DIRECT_SEND}) {
     for (const DispatchLayout layout : {DispatchLayout::EXPERT_MAJOR, DispatchLayout::RANK_MAJOR}) {
@@ -48,56 +48,49 @@ void memory_follows_the_formula() {
       const std::uint64_t slots = direct ? kTopk : 1, row = align(2 * kHidden, 64), facts = align(4 * kTokens * kTopk);
       const std::uint64_t dispatch = align(4 * kRanks) + align(4 * kRanks * kTokens) + 2 * facts + align(kTokens * row);
       const std::uint64_t combine = 128 + facts + align(kRanks * kTokens * slots * row);
-      check_equal(memory.shared, 4096 + kLanes * (3 * 128 + 2 * dispatch + 2 * combine));
+      REQUIRE_EQ(memory.shared, 4096 + kLanes * (3 * 128 + 2 * dispatch + 2 * combine));
 
       const std::uint64_t rows = (expert_major ? kLocal : 1) * kRanks * kTokens;
       const std::uint64_t combine_rows = rows * (!expert_major && direct ? kTopk : 1);
       const std::uint64_t counts = expert_major ? align(4 * kLocal) + align(8 * kLocal * kRanks) + align(4 * rows)
                                                 : align(4 * kRanks) + 2 * align(4 * rows * kTopk);
-      check_equal(memory.outputs, kLanes * (align(2 * rows * kHidden) + counts + align(2 * kHidden * combine_rows)));
+      REQUIRE_EQ(memory.outputs, kLanes * (align(2 * rows * kHidden) + counts + align(2 * kHidden * combine_rows)));
 
       const std::uint64_t sent = kTokens * kTopk, received = kRanks * kTokens, selected = received * kTopk;
-      check_equal(memory.private_, kLanes * (align(4 * kTokens) + 2 * align(4 * sent) + align(4 * kRanks) +
-                                             2 * align(4 * received) + 3 * align(4 * selected)));
+      REQUIRE_EQ(memory.private_, kLanes * (align(4 * kTokens) + 2 * align(4 * sent) + align(4 * kRanks) +
+                                            2 * align(4 * received) + 3 * align(4 * selected)));
     }
   }
 }
 
-void ranks_that_share_cores_poll_less() {
+TEST_CASE("ranks that share cores poll less") {
   const auto polls = [](int num_ranks, int num_cores) {
     return plan(make_problem_of(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE, num_ranks),
                 machine_of(num_cores))
         .spin_iterations;
   };
-  check_equal(polls(2, 2), polls(2, 64));
-  check_equal(polls(4, 2), polls(3, 1));
-  check(polls(3, 2) > 0, "some polls are worth it on any machine");
-  check(polls(2, 2) > 10 * polls(3, 2), "a rank with a core to itself polls far longer");
+  REQUIRE_EQ(polls(2, 2), polls(2, 64));
+  REQUIRE_EQ(polls(4, 2), polls(3, 1));
+  REQUIRE(polls(3, 2) > 0);                 // some polls are worth it on any machine
+  REQUIRE(polls(2, 2) > 10 * polls(3, 2));  // a rank with a core to itself polls far longer
 }
 
-void the_same_inputs_give_the_same_plan() {
+TEST_CASE("the same inputs give the same plan") {
   const Problem problem = make_problem_of(DispatchLayout::RANK_MAJOR, CombineMode::DIRECT_SEND);
   const Plan first = plan(problem, machine_of(2)), second = plan(problem, machine_of(2));
-  check_equal(first.to_string(), second.to_string());
-  check_equal(first.cpu_isa, "plain");
+  REQUIRE_EQ(first.to_string(), second.to_string());
+  REQUIRE_EQ(first.cpu_isa, "plain");
 }
 
-void a_plan_prints_as_one_line() {
+TEST_CASE("a plan prints as one line") {
   const Plan made = plan(make_problem_of(DispatchLayout::RANK_MAJOR, CombineMode::DIRECT_SEND), machine_of(2));
   const std::string text = made.to_string();
-  check(text.find('\n') == std::string::npos, "one line: " + text);
+  CAPTURE(text);
+  REQUIRE(text.find('\n') == std::string::npos);
   for (const std::string& part : {std::to_string(made.layout.bytes) + " B", std::to_string(made.memory.outputs) + " B",
                                   std::to_string(made.memory.private_) + " B", std::string("rows by plain"),
                                   "spin " + std::to_string(made.spin_iterations)})
-    check(text.find(part) != std::string::npos, part + " is missing in: " + text);
+    REQUIRE_MESSAGE(text.find(part) != std::string::npos, part, " is missing");
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"memory_follows_the_formula", memory_follows_the_formula},
-                    {"ranks_that_share_cores_poll_less", ranks_that_share_cores_poll_less},
-                    {"the_same_inputs_give_the_same_plan", the_same_inputs_give_the_same_plan},
-                    {"a_plan_prints_as_one_line", a_plan_prints_as_one_line}});
-}

@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "expertwire/moe_runtime.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -34,7 +36,7 @@ void by_threads(int num_ranks, const std::function<void(const std::shared_ptr<Bo
   run_ranks(num_ranks, [&](int rank) { body(bootstraps[static_cast<std::size_t>(rank)]); });
 }
 
-void a_runtime_describes_itself() {
+TEST_CASE("a runtime describes itself") {
   RuntimeConfig config = make_config();
   config.num_experts = 9;
   config.experts_per_rank = {5, 0, 4};
@@ -42,45 +44,50 @@ void a_runtime_describes_itself() {
   by_threads(3, [&](const std::shared_ptr<Bootstrap>& bootstrap) {
     const MoERuntime runtime(bootstrap, config);
     const auto rank = static_cast<std::size_t>(bootstrap->rank());
-    check_equal(runtime.rank(), bootstrap->rank());
-    check_equal(runtime.num_ranks(), 3);
-    check_equal(runtime.num_local_experts(), config.experts_per_rank[rank]);
-    check_equal(runtime.first_local_expert(), std::vector<int>{0, 5, 5}[rank]);
-    check(runtime.mode() == MoEMode::LATENCY, "mode");
-    check(runtime.is_available(), "not available");
-    check_equal(runtime.next_lane(), 0);
-    check(runtime.dispatch_output_buffer() == runtime.lane_buffers(0).tokens, "output of the next dispatch");
-    check(runtime.combine_input_buffer() == runtime.lane_buffers(0).combine_input, "input of the next combine");
-    check(rank == 1 || runtime.lane_buffers(1).tokens != runtime.lane_buffers(0).tokens, "lanes share their rows");
+    REQUIRE_EQ(runtime.rank(), bootstrap->rank());
+    REQUIRE_EQ(runtime.num_ranks(), 3);
+    REQUIRE_EQ(runtime.num_local_experts(), config.experts_per_rank[rank]);
+    REQUIRE_EQ(runtime.first_local_expert(), std::vector<int>{0, 5, 5}[rank]);
+    REQUIRE(runtime.mode() == MoEMode::LATENCY);
+    REQUIRE(runtime.is_available());
+    REQUIRE_EQ(runtime.next_lane(), 0);
+    REQUIRE(runtime.dispatch_output_buffer() == runtime.lane_buffers(0).tokens);
+    REQUIRE(runtime.combine_input_buffer() == runtime.lane_buffers(0).combine_input);
+    REQUIRE((rank == 1 ||
+             runtime.lane_buffers(1).tokens != runtime.lane_buffers(0).tokens));  // rank 1 has no experts and no rows
     check_throws(ErrorCode::InvalidArgument, "lane = 2: must be between 0 and max_in_flight - 1 = 1",
                  [&] { runtime.lane_buffers(2); });
     check_throws(ErrorCode::InvalidArgument, "lane = -1", [&] { runtime.lane_buffers(-1); });
-    check(runtime.memory_bytes().shared > 0, "no shared memory");
-    check((runtime.memory_bytes().outputs > 0) == (rank != 1), "output buffers are of the local experts");
-    check(runtime.lost_ranks().empty(), "a rank is lost already");
-    check_equal(runtime.stats().dispatch_calls + runtime.stats().combine_calls, std::uint64_t{0});
+    REQUIRE(runtime.memory_bytes().shared > 0);
+    REQUIRE((runtime.memory_bytes().outputs > 0) == (rank != 1));  // of the local experts
+    REQUIRE(runtime.lost_ranks().empty());
+    REQUIRE_EQ(runtime.stats().dispatch_calls + runtime.stats().combine_calls, std::uint64_t{0});
   });
 }
 
-void only_the_buffers_of_the_layout_are_there() {
+TEST_CASE("only the buffers of the layout are there") {
   by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     const MoERuntime by_expert(bootstrap, make_config());
     const LaneBuffers& experts = by_expert.lane_buffers(0);
-    check(experts.num_tokens_per_expert != nullptr && experts.rank_ranges != nullptr && experts.source_token != nullptr,
-          "EXPERT_MAJOR lacks a buffer");
-    check(experts.num_tokens_per_rank == nullptr && experts.topk_ids == nullptr && experts.weights == nullptr &&
-              experts.scales == nullptr,
-          "EXPERT_MAJOR with BF16 has a buffer of another layout or payload");
+    REQUIRE(experts.num_tokens_per_expert != nullptr);
+    REQUIRE(experts.rank_ranges != nullptr);
+    REQUIRE(experts.source_token != nullptr);
+    REQUIRE(experts.num_tokens_per_rank == nullptr);
+    REQUIRE(experts.topk_ids == nullptr);
+    REQUIRE(experts.weights == nullptr);
+    REQUIRE(experts.scales == nullptr);
     RuntimeConfig config = make_config();
     config.output_layout = DispatchLayout::RANK_MAJOR;
     config.quant.format = DispatchDataType::FP8_E4M3;
     const MoERuntime by_rank(bootstrap, config);
     const LaneBuffers& ranks = by_rank.lane_buffers(0);
-    check(ranks.num_tokens_per_rank != nullptr && ranks.topk_ids != nullptr && ranks.weights != nullptr &&
-              ranks.scales != nullptr,
-          "RANK_MAJOR with FP8 lacks a buffer");
-    check(ranks.num_tokens_per_expert == nullptr && ranks.rank_ranges == nullptr && ranks.source_token == nullptr,
-          "RANK_MAJOR has a buffer of another layout");
+    REQUIRE(ranks.num_tokens_per_rank != nullptr);
+    REQUIRE(ranks.topk_ids != nullptr);
+    REQUIRE(ranks.weights != nullptr);
+    REQUIRE(ranks.scales != nullptr);
+    REQUIRE(ranks.num_tokens_per_expert == nullptr);
+    REQUIRE(ranks.rank_ranges == nullptr);
+    REQUIRE(ranks.source_token == nullptr);
   });
 }
 
@@ -102,18 +109,18 @@ const std::vector<Refused> kRefused{
     {ErrorCode::Unsupported, "THROUGHPUT", [](RuntimeConfig& c) { c.mode = MoEMode::THROUGHPUT; }},
     {ErrorCode::Unsupported, "TOKEN_MAJOR", [](RuntimeConfig& c) { c.output_layout = DispatchLayout::TOKEN_MAJOR; }}};
 
-void wrong_configurations_are_refused_on_every_rank() {
+TEST_CASE("wrong configurations are refused on every rank") {
   by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     for (const Refused& refused : kRefused) {
       RuntimeConfig config = make_config();
       refused.spoil(config);
       check_throws(refused.code, refused.text, [&] { MoERuntime(bootstrap, config); });
     }
-    check(MoERuntime(bootstrap, make_config()).is_available(), "a right configuration is refused after wrong ones");
+    REQUIRE(MoERuntime(bootstrap, make_config()).is_available());  // after wrong ones, a right one
   });
 }
 
-void one_wrong_rank_is_told_to_all() {
+TEST_CASE("one wrong rank is told to all") {
   by_threads(3, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     RuntimeConfig config = make_config();
     config.num_experts = 9;
@@ -124,7 +131,7 @@ void one_wrong_rank_is_told_to_all() {
   });
 }
 
-void a_bootstrap_is_needed() {
+TEST_CASE("a bootstrap is needed") {
   check_throws(ErrorCode::InvalidArgument, "bootstrap is null", [] { MoERuntime(nullptr, make_config()); });
 }
 
@@ -149,17 +156,17 @@ class Strange final : public Bootstrap {
 };
 
 // Whatever a collective returns, and at whichever step: construction ends with an error whose code exists.
-void wrong_answers_of_a_group_are_refused() {
+TEST_CASE("wrong answers of a group are refused") {
   const std::vector<std::pair<const char*, std::function<void(std::vector<std::string>&)>>> kinds{
       {"none", [](auto& all) { all.clear(); }},
       {"too few", [](auto& all) { all.pop_back(); }},
       {"too many", [](auto& all) { all.push_back(all.front()); }},
       {"others' words", [](auto& all) { all.assign(all.size(), "\x7fwords"); }},
       {"code of no error", [](auto& all) { all.assign(all.size(), "9"); }}};
-  for (const auto& [kind, spoil] : kinds) {
+  for (const auto& kind : kinds) {
     for (int step = 0, num_steps = 1; step < num_steps; ++step) {
       const auto group = std::make_shared<Strange>(make_local_bootstraps(1)[0], [&, step](int call, auto& all) {
-        if (call == step) spoil(all);
+        if (call == step) kind.second(all);
       });
       std::optional<Error> thrown;
       try {
@@ -168,14 +175,16 @@ void wrong_answers_of_a_group_are_refused() {
         thrown = error;
       }
       num_steps = std::max(num_steps, group->num_calls + (thrown ? 1 : 0));
-      check(thrown.has_value() == (step < group->num_calls), std::string(kind) + " at step " + std::to_string(step));
-      check(!thrown || thrown->code() == ErrorCode::InvalidArgument || thrown->code() == ErrorCode::Backend,
-            std::string("another code: ") + (thrown ? thrown->what() : ""));
+      INFO(kind.first, " at step ", step);
+      REQUIRE_EQ(thrown.has_value(), step < group->num_calls);
+      if (!thrown) continue;
+      const bool is_told = thrown->code() == ErrorCode::InvalidArgument || thrown->code() == ErrorCode::Backend;
+      REQUIRE_MESSAGE(is_told, "another code: ", thrown->what());
     }
   }
 }
 
-void ranks_must_agree_on_who_they_are() {
+TEST_CASE("ranks must agree on who they are") {
   by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     const auto group = std::make_shared<Strange>(bootstrap, [](int, auto&) {});
     group->rank_of = 0;
@@ -187,12 +196,12 @@ void ranks_must_agree_on_who_they_are() {
                  bootstrap->rank() == 0 ? "the number of ranks is 2 on rank 0; 4 on rank 1"
                                         : "returned 2 strings: must be one for each of its size() = 4 ranks",
                  [&] { MoERuntime(group, make_config()); });
-    check(MoERuntime(bootstrap, make_config()).is_available(), "a right group is refused after wrong ones");
+    REQUIRE(MoERuntime(bootstrap, make_config()).is_available());  // after wrong ones, a right one
   });
 }
 
 // What the group throws goes through, unless this rank has a mistake of its own to tell.
-void a_group_that_throws() {
+TEST_CASE("what a group throws goes through") {
   const auto throwing = [](int at) {
     return std::make_shared<Strange>(make_local_bootstraps(1)[0], [at](int call, auto&) {
       if (call == at) throw std::range_error("no network");
@@ -205,7 +214,7 @@ void a_group_that_throws() {
     } catch (const std::range_error& error) {
       thrown = error.what();
     }
-    check_equal(thrown, std::string("no network"));
+    REQUIRE_EQ(thrown, std::string("no network"));
   }
   RuntimeConfig wrong = make_config();
   wrong.hidden_size = 100;
@@ -225,7 +234,7 @@ std::vector<std::size_t> layout_of(Members Struct::*... members) {
 
 // What programs that are built against 0.1 have compiled in: the size of each struct, then where its members lie. Once 0.1
 // is released, only another minor version may change these numbers (docs/cpp.md).
-void structs_lie_as_promised() {
+TEST_CASE("structs lie as promised") {
   using D = LatencyDispatchRequest;
   using C = LatencyCombineRequest;
   using L = LaneBuffers;
@@ -263,7 +272,7 @@ void structs_lie_as_promised() {
     for (const std::size_t number : promises[i].first) differences << number << ", ";
     differences << "}";
   }
-  check_equal(differences.str(), std::string());
+  REQUIRE_EQ(differences.str(), std::string());
 }
 
 // Rows that a token of each rank for logical expert 0 gives the local experts of this rank.
@@ -278,22 +287,24 @@ std::vector<int> rows_of_expert_0(MoERuntime& runtime) {
   return {counts, counts + runtime.num_local_experts()};
 }
 
-void placements_are_replaced() {
+TEST_CASE("placements are replaced") {
   by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     RuntimeConfig config = make_config();
     config.placement = {0, 1, 2, 3, 4, 5, 0, -1};
     MoERuntime runtime(bootstrap, config);
     const bool first = runtime.rank() == 0;
-    check(rows_of_expert_0(runtime) == (first ? std::vector<int>{1, 0, 0, 0} : std::vector<int>{0, 0, 1, 0}), "before");
+    REQUIRE(rows_of_expert_0(runtime) ==
+            (first ? std::vector<int>{1, 0, 0, 0} : std::vector<int>{0, 0, 1, 0}));  // before
     check_throws(ErrorCode::InvalidArgument, "placement",
                  [&] { runtime.update_placement(first ? std::vector<int>{0} : config.placement); });
     check_throws(ErrorCode::InvalidArgument, "holds 1 logical experts: must hold 6",
                  [&] { runtime.update_placement(std::vector<int>(8, 0), nullptr, false); });
-    check(rows_of_expert_0(runtime) == (first ? std::vector<int>{1, 0, 0, 0} : std::vector<int>{0, 0, 1, 0}), "after");
+    REQUIRE(rows_of_expert_0(runtime) ==
+            (first ? std::vector<int>{1, 0, 0, 0} : std::vector<int>{0, 0, 1, 0}));  // after
     const std::vector<int> moved{5, 4, 3, 0, 2, 1, -1, -1};
     runtime.update_placement(moved);
-    check(runtime.config().placement == moved, "the configuration has the old placement");
-    check(rows_of_expert_0(runtime) == (first ? std::vector<int>{0, 0, 0, 2} : std::vector<int>(4, 0)), "moved");
+    REQUIRE(runtime.config().placement == moved);
+    REQUIRE(rows_of_expert_0(runtime) == (first ? std::vector<int>{0, 0, 0, 2} : std::vector<int>(4, 0)));
   });
   by_threads(1, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     MoERuntime runtime(bootstrap, make_config());
@@ -303,7 +314,7 @@ void placements_are_replaced() {
 }
 
 // Nothing of it reaches the peers.
-void throughput_requests_are_refused() {
+TEST_CASE("throughput requests are refused") {
   by_threads(2, [](const std::shared_ptr<Bootstrap>& bootstrap) {
     MoERuntime runtime(bootstrap, make_config());
     if (bootstrap->rank() == 0) {
@@ -316,23 +327,8 @@ void throughput_requests_are_refused() {
     combine.handle = runtime.dispatch(LatencyDispatchRequest{});  // no tokens on any rank
     combine.expert_output = runtime.combine_input_buffer();
     runtime.combine(combine);
-    check_equal(runtime.stats().dispatch_calls, std::uint64_t{1});
+    REQUIRE_EQ(runtime.stats().dispatch_calls, std::uint64_t{1});
   });
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"a_runtime_describes_itself", a_runtime_describes_itself},
-                    {"only_the_buffers_of_the_layout_are_there", only_the_buffers_of_the_layout_are_there},
-                    {"wrong_configurations_are_refused_on_every_rank", wrong_configurations_are_refused_on_every_rank},
-                    {"one_wrong_rank_is_told_to_all", one_wrong_rank_is_told_to_all},
-                    {"a_bootstrap_is_needed", a_bootstrap_is_needed},
-                    {"structs_lie_as_promised", structs_lie_as_promised},
-                    {"wrong_answers_of_a_group_are_refused", wrong_answers_of_a_group_are_refused},
-                    {"ranks_must_agree_on_who_they_are", ranks_must_agree_on_who_they_are},
-                    {"a_group_that_throws", a_group_that_throws},
-                    {"placements_are_replaced", placements_are_replaced},
-                    {"throughput_requests_are_refused", throughput_requests_are_refused}});
-}

@@ -17,8 +17,10 @@
 #include <xmmintrin.h>
 #endif
 
+#include <doctest/doctest.h>
+
 #include "backend/cpu/rows.hpp"
-#include "check.hpp"
+#include "support.hpp"
 
 namespace expertwire::test {
 namespace {
@@ -144,7 +146,9 @@ Row run_reduce(const RowOps& ops, const std::vector<Row>& rows, const float* wei
   for (const Row& row : rows) pointers.push_back(row.data());
   Row out(hidden_size + 2, kGuard);  // starts 2 bytes off: no alignment beyond that of the element is asked for
   ops.reduce(pointers.data(), weights, static_cast<int>(rows.size()), static_cast<int>(hidden_size), out.data() + 1);
-  check(out.front() == kGuard && out.back() == kGuard, std::string(ops.name) + ": reduce wrote outside the row");
+  INFO(ops.name, ": reduce wrote outside the row");
+  REQUIRE_EQ(out.front(), kGuard);
+  REQUIRE_EQ(out.back(), kGuard);
   return {out.begin() + 1, out.end() - 1};
 }
 
@@ -154,10 +158,13 @@ Quantized run_quantize(const RowOps& ops, const Row& x, ScaleRule rule) {
   std::vector<std::uint8_t> q(x.size() + 2, 0xa5);
   std::vector<std::uint8_t> scales(scale_bytes + 8, 0xa5);
   ops.quantize(x.data(), static_cast<int>(x.size()), rule, q.data() + 1, scales.data() + 4);
-  check(q.front() == 0xa5 && q.back() == 0xa5, std::string(ops.name) + ": quantize wrote outside the row");
-  for (std::size_t i = 0; i < 4; ++i)
-    check(scales[i] == 0xa5 && scales[scale_bytes + 4 + i] == 0xa5,
-          std::string(ops.name) + ": quantize: scales overrun");
+  INFO(ops.name, ": quantize wrote outside the row or its scales");
+  REQUIRE_EQ(q.front(), 0xa5);
+  REQUIRE_EQ(q.back(), 0xa5);
+  for (std::size_t i = 0; i < 4; ++i) {
+    REQUIRE_EQ(scales[i], 0xa5);
+    REQUIRE_EQ(scales[scale_bytes + 4 + i], 0xa5);
+  }
   Quantized out;
   out.q.assign(q.begin() + 1, q.end() - 1);
   if (packs_bytes(rule)) {
@@ -176,11 +183,9 @@ void check_reduce(const std::vector<Row>& rows, const float* weights, std::size_
     const Row got = run_reduce(*ops, rows, weights, hidden_size);
     if (got == wanted) continue;
     const auto h = static_cast<std::size_t>(std::mismatch(got.begin(), got.end(), wanted.begin()).first - got.begin());
-    check(false,
-          std::string(ops->name) + ": reduce, " + what + ", " + std::to_string(rows.size()) + " rows of " +
-              std::to_string(hidden_size) + ": [" + std::to_string(h) + "] is " + std::to_string(got[h]) + ", not " +
-              std::to_string(wanted[h]),
-          where);
+    fail_at(where, std::string(ops->name) + ": reduce, " + what + ", " + std::to_string(rows.size()) + " rows of " +
+                       std::to_string(hidden_size) + ": [" + std::to_string(h) + "] is " + std::to_string(got[h]) +
+                       ", not " + std::to_string(wanted[h]));
   }
 }
 
@@ -191,14 +196,12 @@ void check_quantize(const Row& x, const std::string& what, const Location& where
       const Quantized got = run_quantize(*ops, x, rule);
       const std::string head =
           std::string(ops->name) + ": quantize, " + what + ", rule " + std::to_string(static_cast<int>(rule));
-      check(got.scales == wanted.scales && got.exponents == wanted.exponents, head + ": scales differ", where);
+      if (got.scales != wanted.scales || got.exponents != wanted.exponents) fail_at(where, head + ": scales differ");
       if (got.q == wanted.q) continue;
       const auto h =
           static_cast<std::size_t>(std::mismatch(got.q.begin(), got.q.end(), wanted.q.begin()).first - got.q.begin());
-      check(false,
-            head + ": [" + std::to_string(h) + "] is " + std::to_string(got.q[h]) + " for bits " +
-                std::to_string(x[h]) + ", not " + std::to_string(wanted.q[h]),
-            where);
+      fail_at(where, head + ": [" + std::to_string(h) + "] is " + std::to_string(got.q[h]) + " for bits " +
+                         std::to_string(x[h]) + ", not " + std::to_string(wanted.q[h]));
     }
   }
 }
@@ -233,7 +236,40 @@ std::vector<Row> random_rows(std::size_t num_rows, std::size_t hidden_size, Valu
   return rows;
 }
 
-void reduces_random_rows() {
+// The environment is read once in a process, so each choice is made in a child: the name of its table, or "refused".
+std::string choose_in_child(const std::string& isa) {
+  std::array<int, 2> ends{};
+  REQUIRE(pipe(ends.data()) == 0);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    setenv("EXPERTWIRE_CPU_ISA", isa.c_str(), 1);
+    std::string answer = "refused";
+    try {
+      answer = cpu::row_ops().name;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::Unsupported) answer = error.what();
+    }
+    _exit(write(ends[1], answer.data(), answer.size()) == static_cast<ssize_t>(answer.size()) ? 0 : 1);
+  }
+  close(ends[1]);
+  std::array<char, 256> answer{};
+  const ssize_t length = read(ends[0], answer.data(), answer.size());
+  close(ends[0]);
+  REQUIRE_EQ(waitpid(child, nullptr, 0), child);
+  return {answer.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0))};
+}
+
+TEST_CASE("chooses by name") {
+  std::vector<std::string> names;
+  for (const RowOps* ops : all_row_ops()) names.emplace_back(ops->name);
+  REQUIRE_EQ(choose_in_child("auto"), names.back());
+  REQUIRE_EQ(choose_in_child("plain"), names.front());
+  for (const std::string isa : {"avx2", "avx512", "neon"})
+    REQUIRE_EQ(choose_in_child(isa), std::count(names.begin(), names.end(), isa) > 0 ? isa : "refused");
+}
+
+TEST_CASE("reduces random rows") {
   const std::array<float, 10> odd_weights = {0.0f, -0.0f, 1.0f, -1.0f, 0.3333f, 1e-40f, -3e38f, 1e-30f, INFINITY, NAN};
   for (const Values values : {Values::ANY_BITS, Values::ORDINARY, Values::TINY, Values::HUGE_ONES}) {
     for (const std::size_t num_rows : {0u, 1u, 2u, 3u, 7u, 8u, 17u, 32u}) {
@@ -253,7 +289,7 @@ void reduces_random_rows() {
 }
 
 // Every BF16 value plus about half a unit of its last place, from both sides: rounding, ties, overflow, denormals.
-void reduces_every_value() {
+TEST_CASE("reduces every value") {
   Row every(65536);
   for (std::size_t i = 0; i < every.size(); ++i) every[i] = static_cast<std::uint16_t>(i);
   check_reduce({every}, nullptr, every.size(), "every value alone");
@@ -268,7 +304,7 @@ void reduces_every_value() {
   check_reduce({negative_zeros, negative_zeros}, nullptr, 64, "+0 + -0 is +0");
 }
 
-void quantizes_every_value() {
+TEST_CASE("quantizes every value") {
   // Blocks share their largest magnitude with a first element; larger values raise it, smaller ones are seen under it.
   for (const unsigned first : {0x0000u, 0x0001u, 0x38d1u, 0x38d2u, 0x3f80u, 0x3fe0u, 0x43dfu, 0x43e0u, 0x43e1u, 0x4460u,
                                0x7f7fu, 0x7f80u, 0xff80u, 0x7fc1u, 0xff81u}) {
@@ -282,7 +318,7 @@ void quantizes_every_value() {
   }
 }
 
-void quantizes_random_rows() {
+TEST_CASE("quantizes random rows") {
   for (const Values values : {Values::ANY_BITS, Values::ORDINARY, Values::TINY, Values::HUGE_ONES})
     for (const std::size_t num_blocks : {1u, 2u, 3u, 4u, 5u, 7u, 8u, 56u})
       check_quantize(random_row(num_blocks * 128, values), "random");
@@ -309,11 +345,11 @@ void check_copy(decltype(RowOps::copy) copy, std::size_t bytes, std::size_t num_
   for (std::size_t i = 0; i < num_destinations; ++i) {
     std::vector<unsigned char> wanted(bytes + 2 * kMargin, 0xa5);
     std::copy_n(row.begin(), bytes, wanted.begin() + 16 + static_cast<std::ptrdiff_t>(i));
-    check(buffers[i] == wanted, what + " of " + std::to_string(bytes) + " bytes, destination " + std::to_string(i));
+    REQUIRE_MESSAGE(buffers[i] == wanted, what, " of ", bytes, " bytes, destination ", i);
   }
 }
 
-void copies() {
+TEST_CASE("copies") {
   for (const RowOps* ops : all_row_ops()) {
     for (const std::size_t bytes : {0u, 1u, 15u, 16u, 17u, 64u, 1000u, 7168u, 14336u}) {
       for (std::size_t num_destinations = 0; num_destinations <= 17; ++num_destinations) {
@@ -324,7 +360,7 @@ void copies() {
 }
 
 // The caller's rounding direction and flush-to-zero change no bit, and are found again afterwards.
-void ignores_the_callers_float_settings() {
+TEST_CASE("ignores the caller's float settings") {
   const std::vector<Row> rows = random_rows(5, 520, Values::TINY);
   const Row x = random_row(512, Values::ORDINARY);
   const std::array<float, 5> weights = {0.3f, -0.7f, 1.1f, 1e-3f, 0.9f};
@@ -342,59 +378,14 @@ void ignores_the_callers_float_settings() {
 #if defined(__x86_64__)
     const bool settings_kept = (_mm_getcsr() & ~0x3fu) == settings;
     _mm_setcsr(0x1f80);
-    check(settings_kept, std::string(ops->name) + ": flush-to-zero setting lost");
+    REQUIRE_MESSAGE(settings_kept, ops->name, ": flush-to-zero setting lost");
 #endif
     std::fesetround(FE_TONEAREST);
-    check(direction_kept, std::string(ops->name) + ": rounding direction lost");
-    check(sum == wanted_sum, std::string(ops->name) + ": reduce follows the caller's float settings");
-    check(quantized == wanted_quantized, std::string(ops->name) + ": quantize follows the caller's float settings");
+    REQUIRE_MESSAGE(direction_kept, ops->name, ": rounding direction lost");
+    REQUIRE_MESSAGE(sum == wanted_sum, ops->name, ": reduce follows the caller's float settings");
+    REQUIRE_MESSAGE(quantized == wanted_quantized, ops->name, ": quantize follows the caller's float settings");
   }
-}
-
-// The environment is read once in a process, so each choice is made in a child: the name of its table, or "refused".
-std::string choose_in_child(const std::string& isa) {
-  std::array<int, 2> ends{};
-  check(pipe(ends.data()) == 0, "pipe failed");
-  const pid_t child = fork();
-  check(child >= 0, "fork failed");
-  if (child == 0) {
-    setenv("EXPERTWIRE_CPU_ISA", isa.c_str(), 1);
-    std::string answer = "refused";
-    try {
-      answer = cpu::row_ops().name;
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::Unsupported) answer = error.what();
-    }
-    _exit(write(ends[1], answer.data(), answer.size()) == static_cast<ssize_t>(answer.size()) ? 0 : 1);
-  }
-  close(ends[1]);
-  std::array<char, 256> answer{};
-  const ssize_t length = read(ends[0], answer.data(), answer.size());
-  close(ends[0]);
-  check_equal(waitpid(child, nullptr, 0), child);
-  return {answer.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0))};
-}
-
-void chooses_by_name() {
-  std::vector<std::string> names;
-  for (const RowOps* ops : all_row_ops()) names.emplace_back(ops->name);
-  check_equal(choose_in_child("auto"), names.back());
-  check_equal(choose_in_child("plain"), names.front());
-  for (const std::string isa : {"avx2", "avx512", "neon"})
-    check_equal(choose_in_child(isa), std::count(names.begin(), names.end(), isa) > 0 ? isa : "refused");
 }
 
 }  // namespace
 }  // namespace expertwire::test
-
-int main(int argc, char** argv) {
-  using namespace expertwire::test;
-  return run_tests(argc, argv,
-                   {{"chooses_by_name", chooses_by_name},
-                    {"reduces_random_rows", reduces_random_rows},
-                    {"reduces_every_value", reduces_every_value},
-                    {"quantizes_every_value", quantizes_every_value},
-                    {"quantizes_random_rows", quantizes_random_rows},
-                    {"copies", copies},
-                    {"ignores_the_callers_float_settings", ignores_the_callers_float_settings}});
-}

@@ -6,13 +6,16 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
+#include <doctest/doctest.h>
+
 #include "expertwire/moe_runtime.hpp"
+#include "support.hpp"
 
 namespace {
 
@@ -158,12 +161,12 @@ void combine_and_check(MoERuntime& runtime, const DispatchHandle& handle, const 
   runtime.combine(request);
   for (int token = 0; token < input.num_tokens; ++token) {
     for (int h = 0; h < config.hidden_size; ++h) {
-      check_equal(out[static_cast<std::size_t>(token * config.hidden_size + h)],
-                  expected(config, input, token, h, new_weights != nullptr ? new_weights : input.weights.data()));
+      REQUIRE_EQ(out[static_cast<std::size_t>(token * config.hidden_size + h)],
+                 expected(config, input, token, h, new_weights != nullptr ? new_weights : input.weights.data()));
     }
   }
-  check(std::all_of(out.end() - 8, out.end(), [](std::uint16_t value) { return value == 0xABCD; }),
-        "combine wrote beyond its output");
+  REQUIRE(std::all_of(out.end() - 8, out.end(),
+                      [](std::uint16_t value) { return value == 0xABCD; }));  // combine wrote beyond its output
 }
 
 void run_group(const RuntimeConfig& config, const std::function<void(MoERuntime&)>& body) {
@@ -182,16 +185,16 @@ void pairs(DispatchLayout layout, CombineMode mode) {
       run_experts(runtime, handle);
       combine_and_check(runtime, handle, input);
     }
-    check_equal(runtime.stats().dispatch_calls, std::uint64_t{20});
+    REQUIRE_EQ(runtime.stats().dispatch_calls, std::uint64_t{20});
   });
 }
 
-void expert_major_reduce() { pairs(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE); }
-void expert_major_direct() { pairs(DispatchLayout::EXPERT_MAJOR, CombineMode::DIRECT_SEND); }
-void rank_major_reduce() { pairs(DispatchLayout::RANK_MAJOR, CombineMode::RANK_LOCAL_REDUCE); }
-void rank_major_direct() { pairs(DispatchLayout::RANK_MAJOR, CombineMode::DIRECT_SEND); }
+TEST_CASE("expert-major local reduce") { pairs(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE); }
+TEST_CASE("expert-major direct send") { pairs(DispatchLayout::EXPERT_MAJOR, CombineMode::DIRECT_SEND); }
+TEST_CASE("rank-major local reduce") { pairs(DispatchLayout::RANK_MAJOR, CombineMode::RANK_LOCAL_REDUCE); }
+TEST_CASE("rank-major direct send") { pairs(DispatchLayout::RANK_MAJOR, CombineMode::DIRECT_SEND); }
 
-void weights_at_combine() {
+TEST_CASE("weights given at combine") {
   for (const CombineMode mode : {CombineMode::RANK_LOCAL_REDUCE, CombineMode::DIRECT_SEND}) {
     run_group(make_config(DispatchLayout::EXPERT_MAJOR, mode), [](MoERuntime& runtime) {
       for (int step = 0; step < 10; ++step) {
@@ -206,7 +209,7 @@ void weights_at_combine() {
   }
 }
 
-void two_lanes() {
+TEST_CASE("two lanes") {
   RuntimeConfig config = make_config(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE);
   config.max_in_flight = 2;
   run_group(config, [](MoERuntime& runtime) {
@@ -230,7 +233,7 @@ void two_lanes() {
   });
 }
 
-void quantised_rows() {
+TEST_CASE("quantised rows") {
   RuntimeConfig config = make_config(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE);
   config.hidden_size = 256;
   config.quant.format = DispatchDataType::FP8_E4M3;
@@ -244,16 +247,16 @@ void quantised_rows() {
     for (std::size_t e = 0; e < static_cast<std::size_t>(runtime.num_local_experts()); ++e) {
       for (std::size_t i = 0; i < static_cast<std::size_t>(lane.num_tokens_per_expert[e]); ++i) {
         const auto* row = static_cast<const std::uint8_t*>(lane.tokens) + (e * rows + i) * 256;
-        check(std::all_of(row, row + 256, [](std::uint8_t q) { return q == 0x7E; }),
-              "every element is the largest E4M3");
+        REQUIRE(std::all_of(row, row + 256,
+                            [](std::uint8_t q) { return q == 0x7E; }));  // every element is the largest E4M3
         for (std::size_t s = 0; s < 2; ++s)
-          check_equal(static_cast<const float*>(lane.scales)[(e * 2 + s) * rows + i], 2.0f / 448.0f);
+          REQUIRE_EQ(static_cast<const float*>(lane.scales)[(e * 2 + s) * rows + i], 2.0f / 448.0f);
       }
     }
   });
 }
 
-void refusals_consume_no_epoch() {
+TEST_CASE("refusals consume no epoch") {
   run_group(make_config(DispatchLayout::RANK_MAJOR, CombineMode::RANK_LOCAL_REDUCE), [](MoERuntime& runtime) {
     for (int step = 0; step < 6; ++step) {
       Input input = make_input(runtime.config(), runtime.rank(), step);
@@ -278,7 +281,7 @@ void refusals_consume_no_epoch() {
   });
 }
 
-void configurations_must_agree() {
+TEST_CASE("configurations must agree") {
   const auto bootstraps = make_local_bootstraps(2, 20.0);
   run_ranks(2, [&](int rank) {
     RuntimeConfig config = make_config(DispatchLayout::RANK_MAJOR, CombineMode::RANK_LOCAL_REDUCE);
@@ -314,21 +317,21 @@ void a_rank_that_closes_is_noticed(PeerLossPolicy policy) {
     request.num_tokens = input.num_tokens;
     if (policy == PeerLossPolicy::RAISE) {
       const Error error = check_throws(ErrorCode::PeerLost, "rank 2 closed", [&] { runtime.combine(request); });
-      check(error.ranks() == std::vector<int>{2}, "the error names rank 2");
+      REQUIRE(error.ranks() == std::vector<int>{2});
       check_throws(ErrorCode::PeerLost, "has ended", [&] { runtime.dispatch(dispatch_request(input)); });
-      check(!runtime.is_available(), "the runtime has ended");
+      REQUIRE(!runtime.is_available());
       return;
     }
     runtime.combine(request);
-    check(runtime.lost_ranks() == std::vector<int>{2}, "rank 2 is lost");
+    REQUIRE(runtime.lost_ranks() == std::vector<int>{2});
     runtime.dispatch(dispatch_request(input));
   });
 }
 
-void closed_rank_raises() { a_rank_that_closes_is_noticed(PeerLossPolicy::RAISE); }
-void closed_rank_masked() { a_rank_that_closes_is_noticed(PeerLossPolicy::MASK); }
+TEST_CASE("a closed rank raises") { a_rank_that_closes_is_noticed(PeerLossPolicy::RAISE); }
+TEST_CASE("a closed rank is masked") { a_rank_that_closes_is_noticed(PeerLossPolicy::MASK); }
 
-void slow_rank_times_out() {
+TEST_CASE("a slow rank times out") {
   RuntimeConfig config = make_config(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE);
   config.timeout_s = 0.3;
   std::atomic<int> waiting{3};
@@ -343,12 +346,12 @@ void slow_rank_times_out() {
     check_throws(ErrorCode::PeerLost, "rank 1", [&] { runtime.dispatch(dispatch_request(input)); });
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     --waiting;
-    check(waited.count() <= config.timeout_s + 1.0, "gave up after " + std::to_string(waited.count()) + " s");
+    REQUIRE_LE(waited.count(), config.timeout_s + 1.0);
   });
 }
 
 // One rank stays away after dispatch. The others lose it and nobody else, though it used up the time of their first wait.
-void slow_rank_is_masked_alone() {
+TEST_CASE("a slow rank is masked alone") {
   RuntimeConfig config = make_config(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE);
   config.experts_per_rank = {4, 2, 3, 1};
   config.timeout_s = 0.4;
@@ -370,25 +373,8 @@ void slow_rank_is_masked_alone() {
     }
     runtime.combine(request);
     --going;
-    check(runtime.lost_ranks() == std::vector<int>{3}, "rank 3 is lost and nobody else");
+    REQUIRE(runtime.lost_ranks() == std::vector<int>{3});
   });
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return run_tests(argc, argv,
-                   {{"expert_major_reduce", expert_major_reduce},
-                    {"expert_major_direct", expert_major_direct},
-                    {"rank_major_reduce", rank_major_reduce},
-                    {"rank_major_direct", rank_major_direct},
-                    {"weights_at_combine", weights_at_combine},
-                    {"two_lanes", two_lanes},
-                    {"quantised_rows", quantised_rows},
-                    {"refusals_consume_no_epoch", refusals_consume_no_epoch},
-                    {"configurations_must_agree", configurations_must_agree},
-                    {"closed_rank_raises", closed_rank_raises},
-                    {"closed_rank_masked", closed_rank_masked},
-                    {"slow_rank_times_out", slow_rank_times_out},
-                    {"slow_rank_is_masked_alone", slow_rank_is_masked_alone}});
-}

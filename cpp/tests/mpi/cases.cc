@@ -1,58 +1,44 @@
 // The stored cases by processes: mpirun -n 8 mpi_cases. A case of fewer ranks is of the first processes alone.
-#include <iostream>
-#include <string>
+#include <memory>
+
+#include <doctest/doctest.h>
 
 #include "bench/place.hpp"
 #include "expertwire/mpi_bootstrap.hpp"
 #include "stored_case.hpp"
+#include "support.hpp"
 
 namespace {
 
 using namespace expertwire;
 using namespace expertwire::test;
 
-// What is wrong on this rank; nothing if all is well.
-std::string run(const StoredCase& stored, MPI_Comm some) {
-  try {
+TEST_CASE("every case by processes") {
+  int rank = 0, num_processes = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &num_processes);
+  int num_run = 0;
+  for (const StoredCase& stored : stored_cases()) {
+    if (stored.num_ranks > num_processes) continue;
+    ++num_run;
+    const bool takes_part = rank < stored.num_ranks;
+    MPI_Comm some = MPI_COMM_NULL;
+    MPI_Comm_split(MPI_COMM_WORLD, takes_part ? 0 : MPI_UNDEFINED, rank, &some);
+    if (!takes_part) continue;
+    CAPTURE(stored.name);
     const auto place = bench::make_place({DeviceType::CPU, 0});
     run_case(make_mpi_bootstrap(some), stored, *place);
-  } catch (const std::exception& error) {
-    return stored.name + ": " + error.what();
+    MPI_Comm_free(&some);
   }
-  return {};
-}
-
-// Runs all cases that fit, until one fails anywhere. Returns how many were right.
-int run_all(Bootstrap& world) {
-  int num_right = 0;
-  for (const StoredCase& stored : stored_cases()) {
-    if (stored.num_ranks > world.size()) continue;
-    const bool takes_part = world.rank() < stored.num_ranks;
-    MPI_Comm some = MPI_COMM_NULL;
-    MPI_Comm_split(MPI_COMM_WORLD, takes_part ? 0 : MPI_UNDEFINED, world.rank(), &some);
-    const std::string wrong = takes_part ? run(stored, some) : "";
-    if (takes_part) MPI_Comm_free(&some);
-    bool failed = false;
-    for (const std::string& text : world.all_gather(wrong)) {
-      failed = failed || !text.empty();
-      if (world.rank() == 0 && !text.empty()) std::cerr << text << '\n';
-    }
-    if (failed) return -1;
-    ++num_right;
-  }
-  return num_right;
+  REQUIRE_GT(num_run, 0);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
-  int num_right = -1;
-  {
-    const std::shared_ptr<Bootstrap> world = make_mpi_bootstrap();
-    num_right = run_all(*world);
-    if (world->rank() == 0) std::cout << num_right << " cases right on up to " << world->size() << " processes\n";
-  }
+  const int status = run_test_cases(argc, argv);
+  if (status != 0) MPI_Abort(MPI_COMM_WORLD, status);  // others may wait for this one
   MPI_Finalize();
-  return num_right > 0 ? 0 : 1;
+  return status;
 }

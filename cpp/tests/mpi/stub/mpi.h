@@ -21,6 +21,7 @@ constexpr std::size_t MPI_MAX_ERROR_STRING = 256;
 
 int MPI_Init(int*, char***);
 int MPI_Finalize();
+int MPI_Abort(MPI_Comm, int);
 int MPI_Initialized(int*);
 int MPI_Finalized(int*);
 int MPI_Comm_dup(MPI_Comm, MPI_Comm*);
