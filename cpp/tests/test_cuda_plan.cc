@@ -1,6 +1,8 @@
 // The plan of the CUDA backend is a pure function of the problem and the device: which programs there are, what each is
 // compiled for, and what is refused.
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include <doctest/doctest.h>
 
@@ -52,12 +54,43 @@ TEST_CASE("kernels for many tokens are there where they occur") {
 
 TEST_CASE("nothing is left out for an unknown device") {
   const CudaPlan plan = make_cuda_plan(make_cuda_problem(1), make_device(0));
-  REQUIRE_EQ(plan.dispatch.size(), 2U);
+  REQUIRE_EQ(plan.dispatch.size(), 3U);
   REQUIRE_EQ(plan.combine.size(), 2U);
-  // What is compiled ahead of time is what a communicator asks for.
-  const Problem problem = make_cuda_problem(100);
-  const auto ahead = program_sources(problem, make_cuda_plan(problem, make_device(0)));
-  REQUIRE(ahead == program_sources(problem, make_cuda_plan(problem, make_device(132))));
+  // What a communicator asks for has been compiled ahead of time.
+  for (const DispatchLayout layout : {DispatchLayout::EXPERT_MAJOR, DispatchLayout::RANK_MAJOR}) {
+    RuntimeConfig config = make_config(100);
+    config.output_layout = layout;
+    const Problem problem = make_problem(config, 0, 2);
+    const auto ahead = program_sources(problem, make_cuda_plan(problem, make_device(0)));
+    for (const int num_sms : {8, 32, 132}) {
+      for (const std::string& source : program_sources(problem, make_cuda_plan(problem, make_device(num_sms))))
+        REQUIRE(std::find(ahead.begin(), ahead.end(), source) != ahead.end());
+    }
+  }
+}
+
+TEST_CASE("warps with many parts each move two words at once") {
+  const auto words = [](const CudaPlan& plan) {
+    const auto of = [](const cuda::Variant& variant) {
+      for (const auto& [name, value] : variant.tuning)
+        if (std::string(name) == "kWords") return value;
+      return 0;
+    };
+    return std::pair(of(plan.dispatch.back()), of(plan.combine.back()));
+  };
+  RuntimeConfig config = make_config(128);
+  const auto words_with = [&](int num_blocks) {
+    config.dispatch_num_blocks = config.combine_num_blocks = num_blocks;
+    return words(make_cuda_plan(make_problem(config, 0, 2), make_device(132)));
+  };
+  const int most = 128 * kPartsOfRow / (2 * 31);  // blocks
+  REQUIRE(words_with(most) == std::pair(2, 2));   // expert rows are gathered two words at once always
+  REQUIRE(words_with(most + 1) == std::pair(1, 2));
+  config.output_layout = DispatchLayout::RANK_MAJOR;
+  REQUIRE(words_with(most) == std::pair(2, 2));
+  REQUIRE(words_with(most + 1) == std::pair(1, 1));
+  config.max_tokens_per_rank = 512;
+  REQUIRE(words_with(132) == std::pair(2, 2));
 }
 
 TEST_CASE("a program is one kernel with its constants") {

@@ -10,12 +10,23 @@ namespace expertwire::cuda {
 namespace {
 
 constexpr int kSmallWorkThreads = 256;
+constexpr int kMostWarps = 31;  // of a block, beside that of the packets
+
+// Of a row that a warp moves at once, in 512 bytes of its payload, and one for its facts.
+int parts_of_row(const Problem& problem) { return (problem.shape.hidden_size + 255) / 256 + 1; }
+
+// Whether a block's warps have more than two parts each to move: then each had better move two at once. `blocks`: 0 if not
+// known.
+std::vector<bool> list_lengths(const Problem& problem, int blocks) {
+  if (blocks == 0) return {false, true};
+  return {problem.shape.max_tokens_per_rank * parts_of_row(problem) > 2 * blocks * kMostWarps};
+}
 
 // Few tokens want short blocks, which start and end quickly; many want many warps, but RANK_MAJOR's dispatch rather room for
 // the next kernel's blocks beside its own (docs/kernels.md). Threads and blocks bound the registers of a thread, 65536 over
-// their product, so that nothing spills. kMarkBatch: ids that a thread of dispatch asks for at once. kSenders: where every
-// other row stays here, and is large, half of the blocks place those. kGather: expert rows that a warp of combine asks for
-// at once.
+// their product, so that nothing spills. kWords: of 16 bytes, that a lane moves at once. kMarkBatch: ids that a thread of
+// dispatch asks for at once. kSenders: where every other row stays here, and is large, half of the blocks place those.
+// kGather: expert rows that a warp of combine asks for at once.
 void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& facts, bool many_tokens_occur) {
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   // These take more registers; for other architectures than sm_90 the compiler does, too.
@@ -26,13 +37,23 @@ void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& 
   plan.combine = {{Kernel::COMBINE, kSmallWorkThreads, num_small, {{"kWords", 1}, {"kGather", 4}}}};
   if (!many_tokens_occur) return;
   const bool half = rank_major || mask;  // of the threads that fit
-  const int num_dispatch = half ? 480 : wide ? 736 : 992, num_combine = mask ? 480 : wide ? 608 : 992;
   const int num_senders = wide || half || problem.shape.fp8 ? 0 : 50;
-  plan.dispatch.push_back({Kernel::DISPATCH,
-                           num_dispatch,
-                           rank_major && !mask ? 2 : 1,
-                           {{"kWords", 1}, {"kMarkBatch", 2}, {"kSenders", num_senders}}});
-  plan.combine.push_back({Kernel::COMBINE, num_combine, 1, {{"kWords", 1}, {"kGather", 2}}});
+  for (const bool is_long : list_lengths(problem, plan.dispatch_blocks)) {
+    const int threads = half ? 480 : is_long ? (wide || problem.shape.fp8 ? 608 : 736) : wide ? 736 : 992;
+    plan.dispatch.push_back({Kernel::DISPATCH,
+                             threads,
+                             rank_major && !mask && !is_long ? 2 : 1,
+                             {{"kWords", is_long ? 2 : 1}, {"kMarkBatch", 2}, {"kSenders", num_senders}}});
+  }
+  for (const bool is_long : list_lengths(problem, plan.combine_blocks)) {
+    const bool gathers = !rank_major;
+    const int threads = gathers || is_long || mask ? 480 : wide ? 608 : 992;
+    plan.combine.push_back({Kernel::COMBINE,
+                            threads,
+                            1,
+                            {{"kWords", gathers || is_long ? 2 : 1}, {"kGather", gathers || is_long ? 4 : 2}}});
+    if (gathers) break;  // whatever the length
+  }
 }
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::Unsupported, text); }
@@ -80,9 +101,7 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
            std::to_string(plan.dispatch_shared_bytes) + " bytes of shared memory, the device has " +
            std::to_string(facts.max_shared_bytes));
   }
-  // A warp for each part of an own token's row: 512 bytes of its payload, or its facts.
-  const int parts_of_row = (problem.shape.hidden_size + 255) / 256 + 1;
-  plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts_of_row;
+  plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts_of_row(problem);  // a warp for each
   choose_variants(plan, problem, facts,
                   plan.dispatch_blocks == 0 || problem.shape.max_tokens_per_rank > plan.small_work_tokens);
   plan.phases = {Phase::WHOLE};

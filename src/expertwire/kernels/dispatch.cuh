@@ -61,8 +61,10 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
   if (!sending.has_this && kept < items) own = make_part(c, kept % kParts, loaded);
 #pragma unroll 1
   for (i32 item = kept; sending.has_this && item < items; item += sending.num_warps) {
-    if (item != kept) loaded = load_part(c.p, item / kParts, item % kParts);
+    if (!kPrefetches && item != kept) loaded = load_part(c.p, item / kParts, item % kParts);
     own = make_part(c, item % kParts, loaded);
+    const i32 next = item + sending.num_warps;
+    if (kPrefetches && next < items) loaded = load_part(c.p, next / kParts, next % kParts);
     send_part(c, item / kParts, item % kParts, own);
     kept = item;
   }
@@ -87,8 +89,12 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
 #pragma unroll 1
     for (i32 item = kept; !config::kRankMajor && keeping.has_this && item >= 0 && item < items;
          item -= keeping.num_warps) {
-      if (item != kept) own = make_part(c, item % kParts, load_part(c.p, item / kParts, item % kParts));
+      if (!kPrefetches && item != kept) own = make_part(c, item % kParts, load_part(c.p, item / kParts, item % kParts));
+      const i32 next = item - keeping.num_warps;
+      const bool goes_on = kPrefetches && next >= 0;
+      if (goes_on) loaded = load_part(c.p, next / kParts, next % kParts);
       place_own(c, item, own);
+      if (goes_on) own = make_part(c, next % kParts, loaded);
     }
     if (has_first) await_received(c, first, received, wait);
   }

@@ -224,13 +224,18 @@ __device__ inline void receive(const DispatchContext& c, Received r, Wait& wait)
       rows = c.marks.num_rows[cursor.source];
     }
 #pragma unroll 1
-    for (bool taken = j == kFirstStep; cursor.item < rows * kParts; cursor.item += grid_warps(), taken = false) {
+    for (bool taken = j == kFirstStep, is_loaded = false; cursor.item < rows * kParts; taken = false) {
       if (!taken) {
-        r = load_received(c, cursor);
+        if (!is_loaded) r = load_received(c, cursor);
         await_received(c, cursor, r, wait);
       }
       if (__any_sync(kAllLanes, wait.failed())) return;
-      place_received(c, cursor, r);
+      const Received now = r;
+      const Cursor at = cursor;
+      cursor.item += grid_warps();
+      is_loaded = kPrefetches && cursor.item < rows * kParts;
+      if (is_loaded) r = load_received(c, cursor);
+      place_received(c, at, now);
     }
     clear_padding(c, cursor.source, rows);
   }

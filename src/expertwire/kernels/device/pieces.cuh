@@ -14,6 +14,9 @@ constexpr i32 kParts = kPieces + 1;  // of a row: pieces of its payload, then th
 constexpr i32 kMaskWords = num_mask_words(kShape);
 constexpr i32 kMarked = num_marks(kShape, config::kRankMajor);  // ranks, then experts
 
+// The next part is asked for before this one is stored. (FP8: not enough registers.)
+constexpr bool kPrefetches = kWords > 1 && !config::kFp8;
+
 // Warps that share a kind of work, and this one's number among them.
 struct Crew {
   i32 warp, num_warps;
