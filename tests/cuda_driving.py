@@ -231,9 +231,9 @@ def run_virtual(fn: Callable[..., Any], places: Sequence[Place], *args: Any) -> 
     return [future.result() for future in futures]
 
 
-def rank_of_case(group: ew.Group, place: Place, case: Case, num_steps: int) -> list[Received]:
+def rank_of_case(group: ew.Group, place: Place, case: Case, num_steps: int, **fields: Any) -> list[Received]:
     """Be one rank of a case."""
-    with communicator(group, case, place) as comm:
+    with communicator(group, case, place, **fields) as comm:
         return steps_of_case_with(comm, case, num_steps, exchange)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,33 @@ def test_eight_virtual_ranks(way: tuple, quant: QuantConfig) -> None:
 def test_any_grid_gives_the_same_bits(way: tuple, num_blocks: int | tuple[int, int] | None) -> None:
     case = Case(f"grid-{way_name(*way)}", (19, 33), 12, 136, 3, layout=way[0], combine_mode=way[1])
     check_case(case, run_virtual(rank_of_case, [Place(num_blocks=num_blocks)] * 2, case, 2))
+
+
+def _long_lists(way: tuple, **fields: Any) -> Case:
+    """Return a case in which warps of two blocks have so many parts of rows each that they move two words at once."""
+    shape = {"tokens": (100, 61), "num_experts": 12, "hidden_size": 1024, "num_topk": 4, "weights": "router", **fields}
+    return Case(f"long-{way_name(*way)}", layout=way[0], combine_mode=way[1], **shape)
+
+
+@EVERY_PAYLOAD
+@EVERY_WAY
+def test_long_lists_of_few_blocks(way: tuple, quant: QuantConfig) -> None:
+    case = _long_lists(way, quant=quant)
+    check_case(case, run_virtual(rank_of_case, [Place(num_blocks=2)] * 2, case, 2))
+
+
+@EVERY_WAY
+def test_long_lists_with_masking(way: tuple) -> None:
+    case = _long_lists(way)
+    places = [Place(num_blocks=2)] * 2
+    check_case(case, run_virtual(partial(rank_of_case, on_peer_loss="mask"), places, case, 2))
+
+
+@EVERY_WAY
+def test_long_lists_of_the_whole_gpu(way: tuple) -> None:
+    """Half of whose blocks send in EXPERT_MAJOR, and half place."""
+    case = _long_lists(way, tokens=(600,), hidden_size=7168)
+    check_case(case, run_virtual(rank_of_case, [Place()], case, 2))
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)

@@ -226,6 +226,19 @@ def test_rank_major_rows_take_no_weights() -> None:
             comm.combine(output.combine_input_buffer, handle, good()["weights"])
 
 
+def test_calls_in_a_loop_take_the_short_way(comm: ew.MoECommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(ArgumentReader, "tokens", refuse)
+    monkeypatch.setattr(ArgumentReader, "expert_output", refuse)
+    output, handle = comm.dispatch(**good())
+    for options in ({}, {"weights": good()["weights"]}, {"out": torch.empty(T, H, dtype=torch.bfloat16)}):
+        assert comm.combine(output.combine_input_buffer, handle, **options).shape == (T, H)
+    with pytest.raises(AssertionError, match="the long way"):
+        comm.combine(output.combine_input_buffer[:1], handle)
+
+
 def test_types_without_the_functions_have_no_short_way() -> None:
     with single() as comm:
         comm.dispatch(**{name: tensor.numpy() for name, tensor in good().items() if name != "x"}, x=good()["x"])

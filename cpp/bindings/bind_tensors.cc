@@ -20,7 +20,7 @@ namespace nb = nanobind;
 namespace expertwire::bindings {
 namespace {
 
-// What `__dlpack_c_exchange_api__` of a type leads to, as DLPack 1.2 lays it out. Of the functions three are not used here.
+// What `__dlpack_c_exchange_api__` of a type leads to, as DLPack 1.3 lays it out. Of the functions three are not used here.
 struct ExchangeApi {
   struct Header {
     std::uint32_t major;
@@ -33,13 +33,14 @@ struct ExchangeApi {
   int (*current_stream)(std::int32_t device_type, std::int32_t device_id, void** out);
 };
 
-// Null if the type has none, or none of a version that is known here.
+// Null if the type has none, or none of a version that is known here, or one without these functions.
 const ExchangeApi* exchange_api(nb::handle type) {
   const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
   if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
   auto* header = static_cast<ExchangeApi::Header*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   while (header != nullptr && header->major != 1) header = header->previous;
-  return reinterpret_cast<const ExchangeApi*>(header);
+  const auto* api = reinterpret_cast<const ExchangeApi*>(header);
+  return api == nullptr || api->describe == nullptr || api->current_stream == nullptr ? nullptr : api;
 }
 
 struct Dtype {
@@ -161,7 +162,8 @@ class PlainArguments {
     return true;
   }
 
-  // DLPack cannot say that a tensor's values are the negatives of those in memory, as the imaginary part of a conjugate is.
+  // DLPack cannot say that a tensor's values are the negatives of those in memory. Torch makes such views of the imaginary part
+  // of conjugates, which of the dtypes here is float32 alone.
   bool read_weights(nb::handle weights, std::span<const std::int64_t> shape, const float*& address) const {
     const auto tensor = described(weights, kFloat32);
     if (!tensor || !has_shape(*tensor, shape) || nb::cast<bool>(weights.attr("is_neg")())) return false;

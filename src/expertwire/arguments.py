@@ -29,7 +29,10 @@ _INDEX_TYPES = {"int32": _core.IndexType.INT32, "int64": _core.IndexType.INT64}
 
 
 class ArgumentReader:
-    """Reads arguments for one communicator. ``held`` receives what an address belongs to; keep it during the call.
+    """Reads arguments for one communicator.
+
+    ``held`` receives what an address belongs to besides the arguments themselves; keep both during the call. Tensors
+    that are just as they must be are read in C++ (``PlainArguments``); whatever is not goes through the checks here.
 
     Args:
         config: the communicator's, with every default filled in.
@@ -83,9 +86,10 @@ class ArgumentReader:
         if stream is None and overlap is None:
             plain = self._plain.get(type(expert_output))
             if plain is not None:
-                target = self._new_out(self._adapters[type(expert_output)], request, None) if out is None else out
-                if plain.combine(request, expert_output, weights, target):
-                    return target
+                if out is None:
+                    out = self._new_out(self._adapters[type(expert_output)], request, None)
+                if plain.combine(request, expert_output, weights, out):
+                    return out
         adapter = self.expert_output(request, expert_output, weights, held)
         if overlap is not None:
             stream = self._overlap(request, overlap, stream)

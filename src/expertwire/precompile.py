@@ -23,7 +23,7 @@ class Precompiled:
         problem: the shape.
         architecture: such as ``"sm_90"``.
         num_compiled: kernels that were compiled now; the others lay in the cache.
-        num_images: kernels that the communicator loads.
+        num_images: kernels that the communicator may load; which ones depends on the number of multiprocessors.
         registers: most that a thread of a kernel takes.
         spill_bytes: most that a thread of a kernel spills.
     """
@@ -46,7 +46,7 @@ class Precompiled:
 def precompile(
     config: MoECommunicatorConfig, num_ranks: int, architecture: str, num_sms: int = 0
 ) -> list[_core.KernelImage]:
-    """Compiles all kernels that a communicator loads on GPUs of ``architecture``, or takes them from the cache.
+    """Compiles all kernels that a communicator may load on GPUs of ``architecture``, or takes them from the cache.
 
     Needs no GPU. ``config.device`` does not count. With ``num_sms``, the multiprocessors that a rank has to itself,
     kernels that are never launched there are left out.

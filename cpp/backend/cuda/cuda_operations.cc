@@ -69,17 +69,26 @@ void CudaBackend::raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUs
 
 void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params,
                          CUstream stream) {
-  CUlaunchAttribute dependent{};
-  dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  dependent.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (cuda_plan_.dependent_launch) {
+    CUlaunchAttribute& dependent = attributes[num_attributes++];
+    dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    dependent.value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (num_blocks <= cuda_plan_.most_paired_blocks && num_blocks % 2 == 0) {
+    CUlaunchAttribute& pairs = attributes[num_attributes++];
+    pairs.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    pairs.value.clusterDim = {2, 1, 1};
+  }
   CUlaunchConfig config{};
   config.gridDimX = static_cast<unsigned>(num_blocks);
   config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
   config.blockDimX = static_cast<unsigned>(kernel.num_threads());
   config.sharedMemBytes = static_cast<unsigned>(shared_bytes);
   config.hStream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = cuda_plan_.dependent_launch ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
   void* arguments[] = {params};
   cuda::check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr), "cuLaunchKernelEx");
 }

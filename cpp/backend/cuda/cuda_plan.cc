@@ -1,6 +1,7 @@
 #include "backend/cuda/cuda_plan.hpp"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "expertwire/error.hpp"
 #include "shared/inbox.cuh"
@@ -10,21 +11,26 @@ namespace expertwire::cuda {
 namespace {
 
 constexpr int kSmallWorkThreads = 256;
+constexpr int kMostPairedBlocks = 64;
 constexpr int kMostWarps = 31;  // of a block, beside that of the packets
 
-// Of a row that a warp moves at once, in 512 bytes of its payload, and one for its facts.
-int parts_of_row(const Problem& problem) { return (problem.shape.hidden_size + 255) / 256 + 1; }
+// What warps of dispatch move of a row, one after the other: 512 bytes of its payload, or its facts.
+int parts_of_row(const Problem& problem) {
+  return (problem.shape.hidden_size * (problem.shape.fp8 ? 1 : 2) + 511) / 512 + 1;
+}
 
-// Whether a block's warps have more than two parts each to move: then each had better move two at once. `blocks`: 0 if not
-// known.
+// Whether warps of this many blocks would have more than two parts each, if there were as many as fit: then each had better
+// move two words at once. `blocks`: 0 if not known, which leaves what one block would have, and what many.
 std::vector<bool> list_lengths(const Problem& problem, int blocks) {
-  if (blocks == 0) return {false, true};
-  return {problem.shape.max_tokens_per_rank * parts_of_row(problem) > 2 * blocks * kMostWarps};
+  const std::int64_t parts = std::int64_t{problem.shape.max_tokens_per_rank} * parts_of_row(problem);
+  const bool is_long = parts > std::int64_t{2} * kMostWarps * std::max(blocks, 1);
+  if (blocks == 0 && is_long) return {false, true};
+  return {is_long};
 }
 
 // Few tokens want short blocks, which start and end quickly; many want many warps, but RANK_MAJOR's dispatch rather room for
-// the next kernel's blocks beside its own (docs/kernels.md). Threads and blocks bound the registers of a thread, 65536 over
-// their product, so that nothing spills. kWords: of 16 bytes, that a lane moves at once. kMarkBatch: ids that a thread of
+// the next kernel's blocks beside its own, unless it has long lists (docs/kernels.md). Threads and blocks bound the registers
+// of a thread, 65536 over their product, so that nothing spills. kWords: of 16 bytes, that a lane moves at once. kMarkBatch: ids that a thread of
 // dispatch asks for at once. kSenders: where every other row stays here, and is large, half of the blocks place those.
 // kGather: expert rows that a warp of combine asks for at once.
 void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& facts, bool many_tokens_occur) {
@@ -93,6 +99,8 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
   plan.combine_blocks = choose_blocks("combine_num_blocks", problem.config.combine_num_blocks, facts);
   // A kernel that waits for its predecessor holds its place: with several ranks on a device it could keep a peer's out.
   plan.dependent_launch = facts.major >= 9 && facts.num_ranks_here == 1;
+  // Few blocks leave the other SMs to a GEMM, whose clusters need both SMs of a pair: so these take whole pairs.
+  plan.most_paired_blocks = plan.dependent_launch && facts.major <= 10 ? kMostPairedBlocks : 0;
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   plan.dispatch_shared_bytes = dispatch_shared_bytes(problem.shape, rank_major);
   if (plan.dispatch_shared_bytes > facts.max_shared_bytes) {
@@ -101,7 +109,9 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
            std::to_string(plan.dispatch_shared_bytes) + " bytes of shared memory, the device has " +
            std::to_string(facts.max_shared_bytes));
   }
-  plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts_of_row(problem);  // a warp for each
+  // A warp for each part of an own token's row, as if it were BF16.
+  const int parts = (problem.shape.hidden_size + 255) / 256 + 1;
+  plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts;
   choose_variants(plan, problem, facts,
                   plan.dispatch_blocks == 0 || problem.shape.max_tokens_per_rank > plan.small_work_tokens);
   plan.phases = {Phase::WHOLE};

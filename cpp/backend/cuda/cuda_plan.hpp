@@ -41,8 +41,10 @@ struct CudaPlan {
   int dispatch_blocks = 0;
   int combine_blocks = 0;
   bool dependent_launch = false;
+  int most_paired_blocks = 0;  // grids of an even number of blocks, up to this one, are launched as clusters of two
   std::size_t dispatch_shared_bytes = 0;
-  // For few tokens and, unless no call can bring more, for many: the small one is launched up to small_work_tokens.
+  // For few tokens and, unless no call can bring more, for many: the small one is launched up to small_work_tokens. For a
+  // device whose SMs are not known, all that there may be.
   std::vector<Variant> dispatch, combine;
   std::vector<Phase> phases;  // in each of which each of them is compiled
   bool by_blocks = false;     // those of combine that read expert rows also by blocks

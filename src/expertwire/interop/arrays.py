@@ -82,8 +82,8 @@ class ArrayAdapter(ABC):
     Attributes:
         framework: whose arrays come out when arrays of this adapter go in: ``"numpy"``, ``"torch"`` or ``"cupy"``.
         device: where a communicator takes and returns arrays: ``"cpu"`` or ``"cuda:3"``.
-        plain_type: whose instances tell all that matters through DLPack's C functions, if it has them; that an array
-            may not be written they cannot tell.
+        plain_type: a type whose instances may be read through DLPack's C functions, if it has them. These do not say
+            whether an array may be written, so it is one whose arrays always may.
     """
 
     framework: str
