@@ -47,7 +47,7 @@ EIGHT = (3, 0, 17, 9, 1, 12, 17, 5)
 @EVERY_WAY
 def test_one_rank_with_the_whole_gpu(way: tuple) -> None:
     case = Case(f"alone-{way_name(*way)}", (40,), 6, 512, 4, layout=way[0], combine_mode=way[1])
-    for num_blocks in (None, share(1)[0].num_blocks * 2 - 1):
+    for num_blocks in (None, share(1)[0].num_blocks * 2 - 1, 8):  # these go in pairs of SMs
         check_case(case, run_virtual(rank_of_case, [Place(num_blocks=num_blocks)], case, 2))
 
 
