@@ -2,7 +2,7 @@
 
 Of the communicators that the case and workload tables name, the best known shape is compiled in every way, and a subset
 of the others in which every two choices that occur together do so at least once: layout, mode, payload, ranks, K, H,
-experts, placement, architecture, and whether ids are checked and lost ranks masked.
+experts, placement, architecture, SMs, and whether ids are checked and lost ranks masked.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from expertwire.types import PeerLossPolicy, QuantConfig
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 COMPILING = Path(__file__).with_name("compiling.py")
 ALWAYS = ("deepseek-decode-8", "sm_90a")
+#: Of a rank: a whole GPU, where most shapes need kernels for few tokens alone, and a share that needs those for many.
+NUM_SMS = (132, 2)
 #: Bound of all compilations together; on two idle cores they take a third of it.
 BOUND_S = 600
 
@@ -39,13 +41,14 @@ class Specialisation:
     case: Case
     architecture: str
     is_careful: bool
+    num_sms: int = NUM_SMS[0]
 
     def wanted(self) -> Wanted:
         config = self.case.config
         if self.is_careful:
             config = replace(config, validate=True, on_peer_loss=PeerLossPolicy.MASK)
-        name = self.case.name + (" careful" if self.is_careful else "")
-        return Wanted(name, config, self.case.num_ranks, self.architecture)
+        name = f"{self.case.name} on {self.num_sms} SMs" + (" careful" if self.is_careful else "")
+        return Wanted(name, config, self.case.num_ranks, self.architecture, self.num_sms)
 
     def choices(self) -> tuple[object, ...]:
         """Return what two may differ in, with numbers by range: kernels differ in the same way."""
@@ -61,6 +64,7 @@ class Specialisation:
             case.placement is not None,
             self.architecture,
             self.is_careful,
+            self.num_sms,
         )
 
 
@@ -79,9 +83,9 @@ def named() -> Iterator[Specialisation]:
     for case, (layout, mode), quant in itertools.product(quoted, WAYS, (QuantConfig(), FP8)):
         name = f"{case.name}-{layout.value}-{mode.value}-{quant.format.value}"
         cases.append(replace(case, name=name, layout=layout, combine_mode=mode, quant=quant))
-    for case, architecture, is_careful in itertools.product(cases, ARCHITECTURES, (False, True)):
+    for case, architecture, is_careful, num_sms in itertools.product(cases, ARCHITECTURES, (False, True), NUM_SMS):
         if architecture != "sm_80" or case.quant == QuantConfig():
-            yield Specialisation(case, architecture, is_careful)
+            yield Specialisation(case, architecture, is_careful, num_sms)
 
 
 def pairs(of: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
@@ -95,6 +99,7 @@ def pairwise() -> list[Wanted]:
         one
         for one in named()
         if one.case.name.startswith(ALWAYS[0]) and one.architecture == ALWAYS[1] and not one.is_careful
+        if one.num_sms == NUM_SMS[0]
     ]
     missing = set().union(*map(pairs, everything)).difference(*(pairs(one.choices()) for one in chosen))
     while missing:
@@ -108,7 +113,11 @@ def in_two_phases() -> list[Wanted]:
     """Return two communicators with the kernels of the phases too, also by blocks, as different as they can be."""
     plain = Case("phases-plain", (64,) * 4, 64, 1024, 8)
     careful = replace(plain, name="phases", layout=RANK_MAJOR, combine_mode=DIRECT, quant=FP8)
-    wanted = [Specialisation(plain, "sm_90a", False).wanted(), Specialisation(careful, "sm_100a", True).wanted()]
+    # On 16 SMs these need the kernels for many tokens, too.
+    wanted = [
+        Specialisation(plain, "sm_90a", False, 16).wanted(),
+        Specialisation(careful, "sm_100a", True, 16).wanted(),
+    ]
     return [replace(one, config=replace(one.config, two_phase=True, block_overlap=True)) for one in wanted]
 
 
