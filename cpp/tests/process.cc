@@ -24,11 +24,21 @@ Process::Process(const std::function<void()>& body) : pid_(::fork()) {
   ::_exit(status);
 }
 
-bool Process::wait() const {
+int Process::end() const {
   int status = 0;
   while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
   }
+  return status;
+}
+
+bool Process::wait() const {
+  const int status = end();
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+bool Process::is_killed_by(int signal) const {
+  const int status = end();
+  return WIFSIGNALED(status) && WTERMSIG(status) == signal;
 }
 
 void Process::kill(int signal) const { ::kill(pid_, signal); }

@@ -9,14 +9,17 @@
 
 namespace expertwire::test {
 
-// Runs body in a process of its own. wait() is true if it ended well: without an exception or a failed REQUIRE.
+// Runs body in a process of its own.
 class Process {
  public:
   explicit Process(const std::function<void()>& body);
-  bool wait() const;
+  bool wait() const;                    // for its end; true if it ended well: without an exception or a failed REQUIRE
+  bool is_killed_by(int signal) const;  // waits for its end, too
   void kill(int signal) const;
 
  private:
+  int end() const;  // its status, once
+
   pid_t pid_;
 };
 

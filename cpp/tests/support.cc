@@ -10,6 +10,34 @@
 #include <doctest/doctest.h>  // with its implementation: CMakeLists.txt asks for it
 
 namespace expertwire::test {
+namespace {
+
+// Says which test case begins, for one that crashes or hangs says nothing, and counts them.
+struct Announcer : doctest::IReporter {
+  static inline int num_begun = 0;
+
+  explicit Announcer(const doctest::ContextOptions& /*unused*/) {}
+  void test_case_start(const doctest::TestCaseData& test) override {
+    ++num_begun;
+    std::cout << test.m_file << ":" << test.m_line << ": " << test.m_name << std::endl;
+  }
+
+  void report_query(const doctest::QueryData& /*unused*/) override {}
+  void test_run_start() override {}
+  void test_run_end(const doctest::TestRunStats& /*unused*/) override {}
+  void test_case_reenter(const doctest::TestCaseData& /*unused*/) override {}
+  void test_case_end(const doctest::CurrentTestCaseStats& /*unused*/) override {}
+  void test_case_exception(const doctest::TestCaseException& /*unused*/) override {}
+  void subcase_start(const doctest::SubcaseSignature& /*unused*/) override {}
+  void subcase_end() override {}
+  void log_assert(const doctest::AssertData& /*unused*/) override {}
+  void log_message(const doctest::MessageData& /*unused*/) override {}
+  void test_case_skipped(const doctest::TestCaseData& /*unused*/) override {}
+};
+
+REGISTER_LISTENER("announcer", 1, Announcer);
+
+}  // namespace
 
 int run_test_cases(int argc, char** argv, const char* left_out, const std::string& why) {
   // Line by line, or a process that forks would say again what it has said, and one that is killed would keep it.
@@ -21,7 +49,10 @@ int run_test_cases(int argc, char** argv, const char* left_out, const std::strin
     context.addFilter("test-suite-exclude", left_out);
     std::cout << "left out: tests " << left_out << ": " << why << std::endl;
   }
-  return context.run();
+  const int result = context.run();
+  if (context.shouldExit() || Announcer::num_begun > 0) return result;  // the former: it was only asked what there is
+  std::cerr << "no test case has run" << std::endl;
+  return 1;
 }
 
 void fail_at(const Location& where, const std::string& text) {

@@ -17,7 +17,8 @@ namespace expertwire::test {
 using Location = std::source_location;
 
 // What main returns: that of main.cc, or of a program with something to do before. The test cases run in the order of
-// their file, without those of the suite `left_out`, which cannot run on this machine, for the reason `why`.
+// their file, without those of the suite `left_out`, which cannot run on this machine, for the reason `why`. Not 0 if none
+// has run.
 int run_test_cases(int argc, char** argv, const char* left_out = nullptr, const std::string& why = "");
 
 // FAIL at the line of who called a function that checks for many.
