@@ -45,5 +45,5 @@ bench many --ep-lib expertwire,floor -t 2048 --layout $both --iters 20 --rounds 
 bench hidden --ep-lib expertwire,floor -d 1024,3584,4096 --layout $both --iters 50 --rounds 3
 bench topk --ep-lib expertwire,floor -k 1,16,22 --layout $both --iters 50 --rounds 3
 bench routing --ep-lib expertwire,floor --workload mscclpp-bench --layout $both --routing zipf:1.2,one-hot,empty-experts --iters 50 --rounds 3
-bench overlap --ep-lib expertwire --workload mscclpp-latency,deepseek-decode --layout $both --overlap gemm --num-blocks 16,32,all --iters 50 --rounds 3
+bench overlap --ep-lib expertwire --workload mscclpp-latency,deepseek-decode --layout $both --overlap gemm --num-blocks 8,16,32,all --iters 50 --rounds 3
 exit $failed

@@ -14,15 +14,14 @@ constexpr int kSmallWorkThreads = 256;
 constexpr int kMostPairedBlocks = 64;
 constexpr int kMostWarps = 31;  // of a block, beside that of the packets
 
-// What warps of dispatch move of a row, one after the other: 512 bytes of its payload, or its facts.
-int parts_of_row(const Problem& problem) {
-  return (problem.shape.hidden_size * (problem.shape.fp8 ? 1 : 2) + 511) / 512 + 1;
-}
+// What a warp of dispatch moves at a time: 512 bytes of a row's payload, or its facts.
+int parts_of_row(int row_bytes) { return (row_bytes + 511) / 512 + 1; }
 
 // Whether warps of this many blocks would have more than two parts each, if there were as many as fit: then each had better
 // move two words at once. `blocks`: 0 if not known, which leaves what one block would have, and what many.
 std::vector<bool> list_lengths(const Problem& problem, int blocks) {
-  const std::int64_t parts = std::int64_t{problem.shape.max_tokens_per_rank} * parts_of_row(problem);
+  const int row_bytes = problem.shape.hidden_size * (problem.shape.fp8 ? 1 : 2);
+  const std::int64_t parts = std::int64_t{problem.shape.max_tokens_per_rank} * parts_of_row(row_bytes);
   const bool is_long = parts > std::int64_t{2} * kMostWarps * std::max(blocks, 1);
   if (blocks == 0 && is_long) return {false, true};
   return {is_long};
@@ -30,9 +29,10 @@ std::vector<bool> list_lengths(const Problem& problem, int blocks) {
 
 // Few tokens want short blocks, which start and end quickly; many want many warps, but RANK_MAJOR's dispatch rather room for
 // the next kernel's blocks beside its own, unless it has long lists (docs/kernels.md). Threads and blocks bound the registers
-// of a thread, 65536 over their product, so that nothing spills. kWords: of 16 bytes, that a lane moves at once. kMarkBatch: ids that a thread of
-// dispatch asks for at once. kSenders: where every other row stays here, and is large, half of the blocks place those.
-// kGather: expert rows that a warp of combine asks for at once.
+// of a thread, 65536 over their product, so that nothing spills. kWords: of 16 bytes, that a lane moves at once; two where
+// lists are long, and where combine gathers. kMarkBatch: ids that a thread of dispatch asks for at once. kSenders: where every
+// other row stays here, and is large, half of the blocks place those. kGather: expert rows that a warp of combine asks for at
+// once.
 void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& facts, bool many_tokens_occur) {
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   // These take more registers; for other architectures than sm_90 the compiler does, too.
@@ -51,14 +51,10 @@ void choose_variants(CudaPlan& plan, const Problem& problem, const DeviceFacts& 
                              rank_major && !mask && !is_long ? 2 : 1,
                              {{"kWords", is_long ? 2 : 1}, {"kMarkBatch", 2}, {"kSenders", num_senders}}});
   }
-  for (const bool is_long : list_lengths(problem, plan.combine_blocks)) {
-    const bool gathers = !rank_major;
-    const int threads = gathers || is_long || mask ? 480 : wide ? 608 : 992;
-    plan.combine.push_back({Kernel::COMBINE,
-                            threads,
-                            1,
-                            {{"kWords", gathers || is_long ? 2 : 1}, {"kGather", gathers || is_long ? 4 : 2}}});
-    if (gathers) break;  // whatever the length
+  for (const bool is_double : rank_major ? list_lengths(problem, plan.combine_blocks) : std::vector<bool>{true}) {
+    const int threads = is_double || mask ? 480 : wide ? 608 : 992;
+    plan.combine.push_back(
+        {Kernel::COMBINE, threads, 1, {{"kWords", is_double ? 2 : 1}, {"kGather", is_double ? 4 : 2}}});
   }
 }
 
@@ -110,8 +106,8 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
            std::to_string(facts.max_shared_bytes));
   }
   // A warp for each part of an own token's row, as if it were BF16.
-  const int parts = (problem.shape.hidden_size + 255) / 256 + 1;
-  plan.small_work_tokens = plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts;
+  plan.small_work_tokens =
+      plan.dispatch_blocks * (kSmallWorkThreads / 32) / parts_of_row(2 * problem.shape.hidden_size);
   choose_variants(plan, problem, facts,
                   plan.dispatch_blocks == 0 || problem.shape.max_tokens_per_rank > plan.small_work_tokens);
   plan.phases = {Phase::WHOLE};
