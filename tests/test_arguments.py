@@ -110,9 +110,7 @@ def test_bad_dispatch_is_refused_and_a_good_one_works(
 def test_dispatch_must_not_read_what_it_writes() -> None:
     with single() as comm:
         out, _ = comm.dispatch(rows(), ids())
-        with pytest.raises(
-            ew.InvalidArgumentError, match="x overlaps the tokens of the lane that this dispatch writes"
-        ):
+        with pytest.raises(ew.InvalidArgumentError, match="x overlaps the tokens of this lane, which this call writes"):
             comm.dispatch(out.tokens[0], ids())
         own = np.ones((4, 3, 128), BF16)
         with pytest.raises(ew.InvalidArgumentError, match="x overlaps output_buffer"):
@@ -160,10 +158,10 @@ def test_bad_combine_is_refused_and_a_good_one_works(
 def test_combine_must_not_write_what_it_reads() -> None:
     with single() as comm:
         out, handle = comm.dispatch(rows(), ids())
-        with pytest.raises(ew.InvalidArgumentError, match="out overlaps expert_output"):
+        with pytest.raises(ew.InvalidArgumentError, match="expert_output overlaps out, which this call writes"):
             comm.combine(out.tokens, handle, out=out.tokens[2])
         memory = np.ones((3, 128), BF16)
         weights = memory.reshape(-1)[:12].view(np.float32).reshape(3, 2)
-        with pytest.raises(ew.InvalidArgumentError, match="out overlaps weights"):
+        with pytest.raises(ew.InvalidArgumentError, match="weights overlaps out"):
             comm.combine(out.tokens, handle, weights=weights, out=memory)
         comm.combine(out.combine_input_buffer, handle, out=out.tokens[2])

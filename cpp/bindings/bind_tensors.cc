@@ -69,14 +69,9 @@ bool has_dtype(const nb::dlpack::dltensor& tensor, Dtype wanted) {
   return dtype.code == static_cast<std::uint8_t>(wanted.code) && dtype.bits == wanted.bits && dtype.lanes == 1;
 }
 
-bool overlap(const void* a, std::size_t a_bytes, const void* b, std::size_t b_bytes) {
-  const auto first = reinterpret_cast<std::uintptr_t>(a), second = reinterpret_cast<std::uintptr_t>(b);
-  return a_bytes > 0 && b_bytes > 0 && first < second + b_bytes && second < first + a_bytes;
-}
-
 class PlainArguments {
  public:
-  PlainArguments(nb::handle type, const ExchangeApi* api, const RuntimeConfig& config, std::size_t tokens_bytes,
+  PlainArguments(nb::handle type, const ExchangeApi* api, const RuntimeConfig& config,
                  std::vector<std::int64_t> expert_output)
       : type_(nb::borrow(type)),
         api_(api),
@@ -86,15 +81,9 @@ class PlainArguments {
         num_topk_(config.num_topk),
         max_tokens_(config.max_tokens_per_rank),
         takes_combine_weights_(config.output_layout == DispatchLayout::EXPERT_MAJOR),
-        tokens_bytes_(tokens_bytes),
-        expert_output_(std::move(expert_output)),
-        expert_output_bytes_(sizeof(std::uint16_t)) {
-    for (const std::int64_t size : expert_output_) expert_output_bytes_ *= static_cast<std::size_t>(size);
-  }
+        expert_output_(std::move(expert_output)) {}
 
-  // `own`: the tokens of the lane, which the dispatch writes.
-  bool dispatch(LatencyDispatchRequest& request, nb::handle x, nb::handle topk_ids, nb::handle weights,
-                std::uintptr_t own) const {
+  bool dispatch(LatencyDispatchRequest& request, nb::handle x, nb::handle topk_ids, nb::handle weights) const {
     const auto rows = described(x, kBf16);
     if (!rows || rows->ndim != 2 || rows->shape[0] > max_tokens_ || rows->shape[1] != hidden_size_) return false;
     const std::int64_t slots[] = {rows->shape[0], num_topk_};
@@ -107,8 +96,6 @@ class PlainArguments {
     if (!ids || !has_shape(*ids, slots)) return false;
     const float* weights_address = nullptr;
     if (!weights.is_none() && !read_weights(weights, slots, weights_address)) return false;
-    const std::size_t rows_bytes = bytes_of(slots[0]);
-    if (overlap(rows->data, rows_bytes, reinterpret_cast<const void*>(own), tokens_bytes_)) return false;
     if (!read_stream(request.stream)) return false;
     request.num_tokens = static_cast<int>(slots[0]);
     request.x = rows->data;
@@ -128,10 +115,6 @@ class PlainArguments {
     const std::int64_t slots[] = {num_tokens, num_topk_};
     const float* weights_address = nullptr;
     if (!weights.is_none() && !(takes_combine_weights_ && read_weights(weights, slots, weights_address))) return false;
-    const std::size_t out_bytes = bytes_of(num_tokens);
-    const std::size_t weights_bytes = sizeof(float) * static_cast<std::size_t>(num_tokens * num_topk_);
-    if (overlap(sums->data, out_bytes, rows->data, expert_output_bytes_)) return false;
-    if (weights_address != nullptr && overlap(sums->data, out_bytes, weights_address, weights_bytes)) return false;
     if (!read_stream(request.stream)) return false;
     request.expert_output = rows->data;
     request.weights = weights_address;
@@ -178,10 +161,6 @@ class PlainArguments {
     return false;
   }
 
-  std::size_t bytes_of(std::int64_t num_rows) const {
-    return sizeof(std::uint16_t) * static_cast<std::size_t>(num_rows * hidden_size_);
-  }
-
   nb::object type_;
   const ExchangeApi* api_;
   nb::dlpack::device device_;
@@ -189,16 +168,14 @@ class PlainArguments {
   std::int64_t num_topk_;
   std::int64_t max_tokens_;
   bool takes_combine_weights_;
-  std::size_t tokens_bytes_;
   std::vector<std::int64_t> expert_output_;
-  std::size_t expert_output_bytes_;
 };
 
-std::optional<PlainArguments> plain_arguments(nb::handle type, const RuntimeConfig& config, std::size_t tokens_bytes,
+std::optional<PlainArguments> plain_arguments(nb::handle type, const RuntimeConfig& config,
                                               std::vector<std::int64_t> expert_output) {
   const ExchangeApi* api = exchange_api(type);
   if (api == nullptr) return std::nullopt;
-  return PlainArguments(type, api, config, tokens_bytes, std::move(expert_output));
+  return PlainArguments(type, api, config, std::move(expert_output));
 }
 
 }  // namespace
@@ -206,11 +183,11 @@ std::optional<PlainArguments> plain_arguments(nb::handle type, const RuntimeConf
 void bind_tensors(nb::module_& m) {
   nb::class_<PlainArguments>(m, "PlainArguments", "Reads arguments that are tensors of one type, just as they must be.")
       .def("dispatch", &PlainArguments::dispatch, nb::arg("request"), nb::arg("x").none(), nb::arg("topk_ids").none(),
-           nb::arg("weights").none(), nb::arg("own"), "Whether they are. If not, the request is as it was.")
+           nb::arg("weights").none(), "Whether they are. If not, the request is as it was.")
       .def("combine", &PlainArguments::combine, nb::arg("request"), nb::arg("expert_output").none(),
            nb::arg("weights").none(), nb::arg("out").none(), "Whether they are. If not, the request is as it was.");
-  m.def("plain_arguments", &plain_arguments, nb::arg("tensor_type"), nb::arg("config"), nb::arg("tokens_bytes"),
-        nb::arg("expert_output"), "For tensors of a type, if it has DLPack's C functions.");
+  m.def("plain_arguments", &plain_arguments, nb::arg("tensor_type"), nb::arg("config"), nb::arg("expert_output"),
+        "For tensors of a type, if it has DLPack's C functions.");
 }
 
 }  // namespace expertwire::bindings

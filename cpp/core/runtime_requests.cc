@@ -34,7 +34,8 @@ void check_apart(std::initializer_list<Range> read, std::initializer_list<Range>
       if (in.data == nullptr || out.data == nullptr || in.bytes == 0 || out.bytes == 0) continue;
       const auto first = reinterpret_cast<std::uintptr_t>(in.data), second = reinterpret_cast<std::uintptr_t>(out.data);
       if (first < second + out.bytes && second < first + in.bytes)
-        refuse(std::string(in.name) + " overlaps " + out.name + ", which this call writes");
+        refuse(std::string(in.name) + " overlaps " + out.name +
+               ", which this call writes: each needs memory of its own");
     }
   }
 }
@@ -106,11 +107,13 @@ void MoERuntime::Impl::check_dispatch_apart(const LatencyDispatchRequest& reques
   };
   // The lane's outputs lie one behind the other: tokens, the rest, the combine input.
   const auto* base = static_cast<const std::byte*>(lane.tokens);
-  const void* tokens_out = request.output_buffer != nullptr ? request.output_buffer : lane.tokens;
+  const std::uint64_t token_bytes = plan.outputs.num_rows * row.payload_bytes;
+  const Range tokens_out = request.output_buffer != nullptr
+                               ? Range{"output_buffer", request.output_buffer, token_bytes}
+                               : Range{"the tokens of this lane", lane.tokens, token_bytes};
   const Range facts = {"the scales and counts of this lane", base + plan.outputs.scales,
                        plan.outputs.combine_input - plan.outputs.scales};
-  const std::uint64_t token_bytes = plan.outputs.num_rows * row.payload_bytes;
-  check_apart(read, {{"the tokens of this dispatch", tokens_out, token_bytes}, facts});
+  check_apart(read, {tokens_out, facts});
   check_apart({{"output_buffer", request.output_buffer, token_bytes}}, {facts});
 }
 

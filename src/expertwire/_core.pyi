@@ -581,11 +581,11 @@ class MoERuntime:
 class PlainArguments:
     """Reads arguments that are tensors of one type, just as they must be."""
 
-    def dispatch(self, request: LatencyDispatchRequest, x: object | None, topk_ids: object | None, weights: object | None, own: int) -> bool:
+    def dispatch(self, request: LatencyDispatchRequest, x: object | None, topk_ids: object | None, weights: object | None) -> bool:
         """Whether they are. If not, the request is as it was."""
 
     def combine(self, request: LatencyCombineRequest, expert_output: object | None, weights: object | None, out: object | None) -> bool:
         """Whether they are. If not, the request is as it was."""
 
-def plain_arguments(tensor_type: object, config: RuntimeConfig, tokens_bytes: int, expert_output: Sequence[int]) -> PlainArguments | None:
+def plain_arguments(tensor_type: object, config: RuntimeConfig, expert_output: Sequence[int]) -> PlainArguments | None:
     """For tensors of a type, if it has DLPack's C functions."""

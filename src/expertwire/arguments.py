@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from expertwire import _core
 from expertwire.config import parse_int
 from expertwire.errors import HandleError, InvalidArgumentError, UnsupportedError
-from expertwire.interop.arrays import ArrayAdapter, adapter_of, make_adapter, num_bytes, refuse, shape_text
+from expertwire.interop.arrays import ArrayAdapter, adapter_of, make_adapter, refuse, shape_text
 from expertwire.interop.cuda import HeldStreams, event_address
 from expertwire.lanes import LaneShapes
 from expertwire.overlap import BlockOverlapConfig, OperationOverlapConfig, OverlapConfig, num_blocks_of, num_comm_sms_of
@@ -50,24 +50,23 @@ class ArgumentReader:
         self._config = config
         self._shapes = shapes
         self._fp8 = shapes.num_scales > 0
-        self._tokens_bytes = num_bytes(shapes.tokens, shapes.tokens_dtype)
-        self._expert_output_bytes = num_bytes(shapes.expert_output, "bfloat16")
         self._adapters: dict[type, ArrayAdapter] = {}
         self._plain: dict[type, _core.PlainArguments] = {}  # of the types that have it
         self.streams = HeldStreams(device)
 
     def dispatch(
-        self, request: _core.LatencyDispatchRequest, arguments: DispatchArguments, own: int, held: list[Array]
+        self, request: _core.LatencyDispatchRequest, arguments: DispatchArguments, held: list[Array]
     ) -> ArrayAdapter:
-        """Reads all arguments of a dispatch; ``own``: the tokens of its lane. Returns the adapter of ``x``."""
+        """Reads all arguments of a dispatch. Returns the adapter of ``x``."""
         x, topk_ids, weights, quant, output_buffer, stream, overlap = arguments
         if quant is None and output_buffer is None and stream is None and overlap is None:
             plain = self._plain.get(type(x))
-            if plain is not None and plain.dispatch(request, x, topk_ids, weights, own):
+            if plain is not None and plain.dispatch(request, x, topk_ids, weights):
                 return self._adapters[type(x)]
         adapter = self.tokens(request, x, quant, held)
         self.routing(request, topk_ids, weights, held)
-        self.target(request, output_buffer, own, held)
+        if output_buffer is not None:
+            self.target(request, output_buffer, held)
         if overlap is not None:
             stream = self._overlap(request, overlap, stream)
         if stream is not None:
@@ -135,19 +134,11 @@ class ArgumentReader:
             adapter, opened = self._opened(weights, "weights", held)
             request.weights = adapter.address(opened, "weights", "float32", shape)
 
-    def target(
-        self, request: _core.LatencyDispatchRequest, output_buffer: Array | None, own: int, held: list[Array]
-    ) -> None:
-        """Reads ``output_buffer`` and refuses an ``x`` that this dispatch would write; ``own``: the lane's tokens."""
-        where = "the tokens of the lane that this dispatch writes"
-        if output_buffer is not None:
-            adapter, opened = self._opened(output_buffer, "output_buffer", held, writable=True)
-            own = adapter.address(opened, "output_buffer", self._shapes.tokens_dtype, self._shapes.tokens, True)
-            request.output_buffer = own
-            where = "output_buffer"
-        item_bytes = 1 if request.block_scales else 2
-        if _overlap(request.x, request.num_tokens * self._config.hidden_size * item_bytes, own, self._tokens_bytes):
-            raise InvalidArgumentError(f"x overlaps {where}: pass a copy")
+    def target(self, request: _core.LatencyDispatchRequest, output_buffer: Array, held: list[Array]) -> None:
+        """Reads ``output_buffer``."""
+        adapter, opened = self._opened(output_buffer, "output_buffer", held, writable=True)
+        shape, dtype = self._shapes.tokens, self._shapes.tokens_dtype
+        request.output_buffer = adapter.address(opened, "output_buffer", dtype, shape, True)
 
     def expert_output(
         self, request: _core.LatencyCombineRequest, expert_output: Array, weights: Array | None, held: list[Array]
@@ -164,15 +155,10 @@ class ArgumentReader:
         return adapter
 
     def out(self, request: _core.LatencyCombineRequest, out: Array, held: list[Array]) -> None:
-        """Reads ``out`` and refuses one that combine reads from."""
+        """Reads ``out``."""
         rows = (request.num_tokens, self._config.hidden_size)
         adapter, opened = self._opened(out, "out", held, writable=True)
-        request.out = address = adapter.address(opened, "out", "bfloat16", rows, True)
-        size = num_bytes(rows, "bfloat16")
-        if _overlap(address, size, request.expert_output, self._expert_output_bytes):
-            raise InvalidArgumentError("out overlaps expert_output: pass an array of its own")
-        if _overlap(address, size, request.weights, request.num_tokens * self._config.num_topk * 4):
-            raise InvalidArgumentError("out overlaps weights: pass an array of its own")
+        request.out = adapter.address(opened, "out", "bfloat16", rows, True)
 
     def stream_for(self, array: Array, stream: object | None) -> int:
         """The stream that ``stream`` names, or the current one of the framework of ``array``; 0 on the CPU."""
@@ -268,9 +254,7 @@ class ArgumentReader:
         if adapter is None:
             adapter = self._adapters[type(array)] = make_adapter(array, name, self._device)
             if type(array) is adapter.plain_type:
-                plain = _core.plain_arguments(
-                    type(array), self._core_config, self._tokens_bytes, self._shapes.expert_output
-                )
+                plain = _core.plain_arguments(type(array), self._core_config, self._shapes.expert_output)
                 if plain is not None:
                     self._plain[type(array)] = plain
         opened = adapter.open(array, name, writable)
@@ -296,7 +280,3 @@ class ArgumentReader:
         shape = (request.num_tokens, self._shapes.num_scales)
         request.block_scales = adapter.address(opened, "quant.block_scales", self._shapes.scales_dtype, shape)
         return "float8_e4m3fn"
-
-
-def _overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
-    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes

@@ -62,8 +62,6 @@ class MoECommunicator(CommunicatorFacts):
         self._shapes = lane_shapes(self._config, self._num_ranks, self._num_local_experts)
         self._reader = ArgumentReader(self._config, self._shapes, self._device, runtime.config)
         self._outputs: dict[str, list[DispatchOutput]] = {}  # by framework
-        lanes = range(self._config.max_in_flight)
-        self._tokens_addresses = [runtime.lane_address(lane, "tokens") for lane in lanes]
         self._last_lane = 0
         self._sent = SentOperations(runtime, self._reader.stream_for, self._on_cuda)
 
@@ -351,7 +349,7 @@ class MoECommunicator(CommunicatorFacts):
     ) -> tuple[DispatchOutput, _core.DispatchHandle]:
         held: list[Array] = []  # what the addresses in the request belong to
         request = _core.LatencyDispatchRequest()
-        adapter = self._reader.dispatch(request, arguments, self._tokens_addresses[runtime.next_lane], held)
+        adapter = self._reader.dispatch(request, arguments, held)
         if self._sent.by_lane:
             self._sent.settle(runtime.next_lane, request.stream if self._on_cuda else None)
         handle = send(request)
