@@ -69,6 +69,7 @@ FLOOR_PROBLEMS = {
     "uneven experts": replace(SMALL, num_ranks=3),
     "more ranks than experts": replace(SMALL, num_experts=3, num_ranks=4),
     "fp8": replace(SMALL, dispatch_dtype=DispatchDataType.FP8_E4M3),
+    "mxfp8": replace(SMALL, dispatch_dtype=DispatchDataType.MXFP8),
     "a rank that receives nothing": replace(SMALL, routing="empty-experts"),
 }
 

@@ -66,6 +66,7 @@ REFUSED = [
     (["-k", "33"], "num_topk = 33: must be between 1 and min(num_experts, 32) = 32"),
     (["-d", "100"], "hidden_size = 100: must be a multiple of 8 for BF16 rows"),
     (["-d", "136", "--dispatch-dtype", "fp8-e4m3"], "hidden_size = 136: must be a multiple of 128"),
+    (["-d", "136", "--dispatch-dtype", "mxfp8"], "hidden_size = 136: must be a multiple of 128 for MXFP8 rows"),
     (["--layout", "token-major"], "--layout token-major: must be among expert-major, rank-major"),
     (["--routing", "zipf"], "routing = 'zipf'"),
     (["--workload", "nosuch"], "--workload 'nosuch': must be among mscclpp-latency"),

@@ -365,7 +365,7 @@ def test_pairs_are_timed_beside_a_gemm(layout: DispatchLayout) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("dtype", [DispatchDataType.BF16, DispatchDataType.FP8_E4M3])
+@pytest.mark.parametrize("dtype", DispatchDataType)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus_are_measured(layout: DispatchLayout, dtype: DispatchDataType) -> None:
     problem = replace(SMALL, hidden_size=1024, layout=layout, dispatch_dtype=dtype)

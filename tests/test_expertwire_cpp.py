@@ -98,7 +98,7 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", list(DispatchLayout)[:2])
 @pytest.mark.parametrize("mode", CombineMode)
-@pytest.mark.parametrize("dtype", [DispatchDataType.BF16, DispatchDataType.FP8_E4M3])
+@pytest.mark.parametrize("dtype", DispatchDataType)
 @pytest.mark.parametrize("routing", ["uniform", "empty-experts"])
 def test_it_is_a_library_of_the_benchmark(
     layout: DispatchLayout, mode: CombineMode, dtype: DispatchDataType, routing: str

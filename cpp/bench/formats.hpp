@@ -7,7 +7,7 @@
 
 namespace expertwire::bench {
 
-inline constexpr int kScaleBlock = 128;  // elements that share a scale
+inline constexpr int kScaleBlock = 128, kMxScaleBlock = 32;  // elements that share a scale
 inline constexpr float kLargestE4m3 = 448.0f;
 
 inline float from_bf16(std::uint16_t bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }

@@ -32,7 +32,7 @@ void check_shape(const Options& options) {
   };
   const int topk = std::min(options.num_experts, 32);
   if (options.num_topk > topk) refuse("-k", options.num_topk, "at most min(-e, 32) = " + std::to_string(topk));
-  const bool fp8 = options.dispatch_dtype == DispatchDataType::FP8_E4M3;
+  const bool fp8 = options.dispatch_dtype != DispatchDataType::BF16;
   if (options.hidden_size % (fp8 ? 128 : 8) != 0)
     refuse("-d", options.hidden_size, "a multiple of " + std::string(fp8 ? "128" : "8"));
   if (options.backend == DeviceType::CUDA && options.num_ranks > num_cuda_devices())

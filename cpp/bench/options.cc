@@ -18,7 +18,8 @@ const Choices<DispatchLayout> kLayouts{{"expert-major", DispatchLayout::EXPERT_M
                                        {"rank-major", DispatchLayout::RANK_MAJOR}};
 const Choices<CombineMode> kCombineModes{{"rank-local-reduce", CombineMode::RANK_LOCAL_REDUCE},
                                          {"direct-send", CombineMode::DIRECT_SEND}};
-const Choices<DispatchDataType> kDataTypes{{"bf16", DispatchDataType::BF16}, {"fp8-e4m3", DispatchDataType::FP8_E4M3}};
+const Choices<DispatchDataType> kDataTypes{
+    {"bf16", DispatchDataType::BF16}, {"fp8-e4m3", DispatchDataType::FP8_E4M3}, {"mxfp8", DispatchDataType::MXFP8}};
 const Choices<DeviceType> kBackends{{"cpu", DeviceType::CPU}, {"cuda", DeviceType::CUDA}};
 const Choices<std::string> kRoutings{{"uniform", "uniform"}};
 

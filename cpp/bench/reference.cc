@@ -1,6 +1,7 @@
 #include "reference.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -20,6 +21,14 @@ void append_bytes(std::vector<std::byte>& bytes, const T* values, std::size_t co
   bytes.insert(bytes.end(), first, first + count * sizeof(T));
 }
 
+// The biased exponent of the smallest power of two that is no smaller. Scales are positive and normal.
+std::uint32_t exponent_above(float scale) {
+  const auto bits = std::bit_cast<std::uint32_t>(scale);
+  return (bits >> 23) + ((bits & 0x7FFFFF) != 0 ? 1 : 0);
+}
+
+float power_of_two(std::uint32_t biased_exponent) { return std::bit_cast<float>(biased_exponent << 23); }
+
 std::vector<std::uint16_t> rounded(const std::vector<float>& row) {
   std::vector<std::uint16_t> bits(row.size());
   std::transform(row.begin(), row.end(), bits.begin(), to_bf16);
@@ -37,20 +46,29 @@ void add(std::vector<float>& sum, float weight, const std::vector<std::uint16_t>
 }  // namespace
 
 Reference::Reference(const RuntimeConfig& config, const std::vector<RankInput>& inputs)
-    : config_(config), inputs_(inputs), first_expert_{0} {
+    : config_(config),
+      inputs_(inputs),
+      first_expert_{0},
+      mx_(config.quant.format == DispatchDataType::MXFP8),
+      scale_block_(mx_ ? kMxScaleBlock : kScaleBlock) {
   for (const int count : config.experts_per_rank) first_expert_.push_back(first_expert_.back() + count);
   if (config.quant.format == DispatchDataType::BF16) return;
   for (const RankInput& input : inputs) {
     Quantised& made = quantised_.emplace_back();
-    for (std::size_t first = 0; first < input.x.size(); first += kScaleBlock) {
+    for (std::size_t first = 0; first < input.x.size(); first += scale_block_) {
       float amax = kSmallestAmax;
-      for (std::size_t i = first; i < first + kScaleBlock; ++i)
+      for (std::size_t i = first; i < first + scale_block_; ++i)
         amax = std::fmax(amax, std::fabs(from_bf16(input.x[i])));  // fmax passes NaN over
       amax = std::fmin(amax, kLargestBf16);
-      const float factor = kLargestE4m3 / amax;
-      for (std::size_t i = first; i < first + kScaleBlock; ++i)
+      float scale = amax / kLargestE4m3, factor = kLargestE4m3 / amax;
+      if (mx_) {
+        const std::uint32_t exponent = exponent_above(scale);
+        scale = power_of_two(exponent);
+        factor = power_of_two(254 - exponent);
+      }
+      for (std::size_t i = first; i < first + scale_block_; ++i)
         made.rows.push_back(to_e4m3(from_bf16(input.x[i]) * factor));
-      made.scales.push_back(amax / kLargestE4m3);
+      made.scales.push_back(scale);
     }
   }
 }
@@ -78,7 +96,14 @@ void Reference::append_row(Received& received, std::size_t rank, int token) cons
     return;
   }
   append_bytes(received.tokens, &quantised_[rank].rows[first], hidden);
-  append_bytes(received.scales, &quantised_[rank].scales[first / kScaleBlock], hidden / kScaleBlock);
+  const float* scales = &quantised_[rank].scales[first / scale_block_];
+  const std::size_t num_scales = hidden / scale_block_;
+  if (!mx_) {
+    append_bytes(received.scales, scales, num_scales);
+    return;
+  }
+  for (std::size_t i = 0; i < num_scales; ++i)
+    received.scales.push_back(static_cast<std::byte>(exponent_above(scales[i])));
 }
 
 Received Reference::received(int rank) const {
@@ -137,9 +162,16 @@ std::vector<float> Reference::row_as_experts_see_it(std::size_t rank, int token)
   for (std::size_t h = 0; h < hidden; ++h) {
     row[h] = quantised_.empty()
                  ? from_bf16(inputs_[rank].x[first + h])
-                 : from_e4m3(quantised_[rank].rows[first + h]) * quantised_[rank].scales[(first + h) / kScaleBlock];
+                 : from_e4m3(quantised_[rank].rows[first + h]) * quantised_[rank].scales[(first + h) / scale_block_];
   }
   return row;
+}
+
+float Reference::scale_of(const Received& received, std::size_t block) const {
+  if (mx_) return power_of_two(std::to_integer<std::uint32_t>(received.scales[block]));
+  float scale = 0;
+  std::memcpy(&scale, &received.scales[sizeof scale * block], sizeof scale);
+  return scale;
 }
 
 std::vector<std::uint16_t> Reference::expert_row(std::int64_t expert, const std::vector<float>& row) const {
@@ -161,7 +193,7 @@ std::vector<std::uint16_t> Reference::answers(int rank, const Received& received
       for (std::size_t h = 0; h < hidden; ++h) {
         std::uint16_t bits = 0;
         float scale = 1.0f;
-        if (fp8) std::memcpy(&scale, &received.scales[4 * ((number * hidden + h) / kScaleBlock)], 4);
+        if (fp8) scale = scale_of(received, (number * hidden + h) / scale_block_);
         if (!fp8) std::memcpy(&bits, from + 2 * h, 2);
         row[h] = fp8 ? from_e4m3(std::to_integer<std::uint8_t>(from[h])) * scale : from_bf16(bits);
       }

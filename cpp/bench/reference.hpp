@@ -17,7 +17,7 @@ struct RankInput {
   std::vector<float> weights;          // [T, K]
 };
 
-// One exchange of all ranks. FP8 with float32 scales in row order is the only quantised payload here.
+// One exchange of all ranks. Scales are in row order: float32 ones of FP8, exponent bytes of MXFP8.
 class Reference {
  public:
   // `config` has experts_per_rank filled in. Both live as long as the object.
@@ -44,6 +44,7 @@ class Reference {
   void append_row(Received& received, std::size_t rank, int token) const;
   Received received_by_expert(int rank) const;
   Received received_by_rank(int rank) const;
+  float scale_of(const Received& received, std::size_t block) const;  // block of all received rows
   std::vector<float> row_as_experts_see_it(std::size_t rank, int token) const;
   std::vector<std::uint16_t> expert_row(std::int64_t expert, const std::vector<float>& row) const;
   std::vector<std::uint16_t> combined_token(std::size_t rank, int token) const;
@@ -53,6 +54,8 @@ class Reference {
   const RuntimeConfig& config_;
   const std::vector<RankInput>& inputs_;
   std::vector<int> first_expert_;  // by rank, and behind the last one E
+  bool mx_;
+  std::size_t scale_block_;
   std::vector<Quantised> quantised_;
 };
 

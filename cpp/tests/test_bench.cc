@@ -139,7 +139,7 @@ TEST_CASE("inputs come from files") {
 TEST_CASE("every way is right") {
   for (const char* layout : {"expert-major", "rank-major"}) {
     for (const char* mode : {"rank-local-reduce", "direct-send"}) {
-      for (const char* payload : {"bf16", "fp8-e4m3"}) {
+      for (const char* payload : {"bf16", "fp8-e4m3", "mxfp8"}) {
         const Options options = parsed(std::string("-e 13 -t 9 -d 384 -k 4 -w 1 -i 4 --ranks 3 --layout ") + layout +
                                        " --combine-mode " + mode + " --dispatch-dtype " + payload);
         const auto times = bench::measure_by_threads(options, bench::make_inputs(options));

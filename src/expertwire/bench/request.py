@@ -95,9 +95,7 @@ class Sweep:
             "num_ranks": _integers("--ranks", self.ranks, shape.num_ranks),
             "layout": _choices("--layout", self.layout, _LAYOUTS),
             "combine_mode": _choices("--combine-mode", self.combine_mode, list(CombineMode)),
-            "dispatch_dtype": _choices(
-                "--dispatch-dtype", self.dispatch_dtype, [DispatchDataType.BF16, DispatchDataType.FP8_E4M3]
-            ),
+            "dispatch_dtype": _choices("--dispatch-dtype", self.dispatch_dtype, list(DispatchDataType)),
             "num_blocks": _grids(self.num_blocks),
             "num_tokens": _integers("-t", self.tokens, shape.num_tokens),
         }

@@ -12,6 +12,17 @@ from expertwire.bench.inputs import Observation, first_difference, reference_obs
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.groups import Group
 from expertwire.reference import RankInput
+from expertwire.types import DispatchDataType, DispatchLayout
+
+ALL_LAYOUTS = (DispatchLayout.EXPERT_MAJOR, DispatchLayout.RANK_MAJOR)
+
+
+def refused(problem: Problem, layouts: Sequence[DispatchLayout], dtypes: Sequence[DispatchDataType]) -> str:
+    """Return which mode of the problem a library does not do, or an empty string."""
+    for value, allowed in ((problem.layout, layouts), (problem.dispatch_dtype, dtypes)):
+        if value not in allowed:
+            return f"refused: {str(value.value).replace('_', '-')} is not among what this library does here"
+    return ""
 
 
 class Belongings:

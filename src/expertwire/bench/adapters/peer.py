@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from expertwire.bench.adapters.base import Adapter, RankContext
+from expertwire.bench.adapters.base import ALL_LAYOUTS, Adapter, RankContext, refused
 from expertwire.bench.inputs import Observation, first_difference, reference_observations, row_digests
 from expertwire.bench.job import FailedElsewhereError
 from expertwire.bench.schema import Problem, Settings
@@ -35,7 +35,7 @@ class Peer(Adapter):
 
     module: ClassVar[str]
     install: ClassVar[str]
-    layouts: ClassVar[tuple[DispatchLayout, ...]] = (DispatchLayout.EXPERT_MAJOR, DispatchLayout.RANK_MAJOR)
+    layouts: ClassVar[tuple[DispatchLayout, ...]] = ALL_LAYOUTS
     dtypes: ClassVar[tuple[DispatchDataType, ...]] = (DispatchDataType.BF16,)
 
     @classmethod
@@ -47,10 +47,7 @@ class Peer(Adapter):
             return f"not installed: {cls.install}"
         if problem.num_experts % problem.num_ranks:
             return f"refused: {problem.num_experts} experts on {problem.num_ranks} ranks are uneven"
-        for value, allowed in ((problem.layout, cls.layouts), (problem.dispatch_dtype, cls.dtypes)):
-            if value not in allowed:
-                return f"refused: {str(value.value).replace('_', '-')} is not among what this library does here"
-        return ""
+        return refused(problem, cls.layouts, cls.dtypes)
 
     @classmethod
     def expected(cls, problem: Problem, inputs: Sequence[RankInput]) -> list[Observation]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from expertwire.bench.adapters.base import Program
+from expertwire.bench.adapters.base import ALL_LAYOUTS, Program, refused
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.errors import Error
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
@@ -26,9 +26,13 @@ class Prebuilt(Program):
 
     Attributes:
         option: which names it.
+        layouts: what it returns.
+        dtypes: what it is told to send.
     """
 
     option: ClassVar[str]
+    layouts: ClassVar[tuple[DispatchLayout, ...]] = ALL_LAYOUTS
+    dtypes: ClassVar[tuple[DispatchDataType, ...]] = (DispatchDataType.BF16,)
 
     @classmethod
     def path(cls, settings: Settings) -> str:
@@ -51,13 +55,13 @@ class Prebuilt(Program):
             return "needs NVIDIA GPUs: --device cuda"
         if not path:
             return f"not installed: build it and name it with {cls.option}"
-        if not (Path(path).is_file() and os.access(path, os.X_OK)):
-            return f"{cls.option} {path}: is no program"
-        if shutil.which("mpirun") is None:
-            return "needs mpirun: apt-get install openmpi-bin"
-        if not settings.host_rows:
-            return "does not time kernels alone here"
-        return "" if problem.routing == "uniform" else "refused: makes uniform routing of its own"
+        obstacles = {
+            f"{cls.option} {path}: is no program": not (Path(path).is_file() and os.access(path, os.X_OK)),
+            "needs mpirun: apt-get install openmpi-bin": shutil.which("mpirun") is None,
+            "does not time kernels alone here": not settings.host_rows,
+            "refused: makes uniform routing of its own": problem.routing != "uniform",
+        }
+        return next((why for why, stands in obstacles.items() if stands), refused(problem, cls.layouts, cls.dtypes))
 
     @classmethod
     def measure(cls, problem: Problem, settings: Settings) -> Samples:
@@ -112,19 +116,14 @@ class NcclEpBench(Prebuilt):
         layout = "rm" if problem.layout is DispatchLayout.RANK_MAJOR else "em"
         return [*super().command(problem, settings), "-L", layout]
 
-    @classmethod
-    def obstacle(cls, problem: Problem, settings: Settings) -> str:
-        """Return what is missing; it is told of BF16 alone."""
-        why = super().obstacle(problem, settings)
-        fp8 = problem.dispatch_dtype is DispatchDataType.FP8_E4M3
-        return why or ("refused: fp8-e4m3 is not among what this program is told here" if fp8 else "")
-
 
 class MscclppCppBench(Prebuilt):
     """``mscclpp_ep_bench`` of MSCCL++."""
 
     name = "mscclpp-cpp-bench"
     option = "--mscclpp-cpp-bench"
+    layouts = (DispatchLayout.EXPERT_MAJOR,)
+    dtypes = (DispatchDataType.BF16, DispatchDataType.FP8_E4M3)
     notes = "mscclpp_ep_bench: inputs and method of its own, not checked here; its averages, not in turns"
 
     @classmethod
@@ -138,10 +137,3 @@ class MscclppCppBench(Prebuilt):
         dtype = "fp8_e4m3" if problem.dispatch_dtype is DispatchDataType.FP8_E4M3 else "bf16"
         mode = "direct_send" if problem.combine_mode is CombineMode.DIRECT_SEND else "rank_local_reduce"
         return [*super().command(problem, settings), "--dispatch-dtype", dtype, "--combine-mode", mode]
-
-    @classmethod
-    def obstacle(cls, problem: Problem, settings: Settings) -> str:
-        """Return what is missing; it returns EXPERT_MAJOR rows alone."""
-        why = super().obstacle(problem, settings)
-        rank_major = problem.layout is DispatchLayout.RANK_MAJOR
-        return why or ("refused: rank-major is not among what this program does" if rank_major else "")
