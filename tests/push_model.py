@@ -43,6 +43,7 @@ class _Rank(NamedTuple):
     is_given_up: bool = False
     uncleared: int = 0  # set of row words that were cleared, which is not yet to be seen
     starts: tuple[int, int] = (0, 0)  # who was lost when the operation before began, and this one
+    ended_in: int = 0  # 1 + index of the operation in which a wait has ended the communicator, or 0
 
 
 class _State(NamedTuple):
@@ -166,6 +167,8 @@ class PushProtocol:
         rank = state.ranks[me]
         if rank.is_given_up:
             return (me, "finds itself given up entering", operation), self._ended(state, me, RAISED)
+        if 0 < rank.ended_in <= operation.index and self.change is not Break.ENDED_SENDS:
+            return (me, "has ended before", operation), self._ended(state, me, RAISED)
         before = sum(1 << peer for peer, lost in enumerate(rank.lost_in) if lost not in (0, operation.index + 1))
         before = 0 if self.change is Break.TRUST_LOST else before
         if which == FIRST:
@@ -182,6 +185,8 @@ class PushProtocol:
             return (me, "sends nothing by block", which, operation), self._waiting(state, me, which, then, operation)
         kind, peer = todo[block.num_sent]
         value = operation.serial if kind == ROW else operation.epoch * 2
+        if kind == ROW and 0 < state.ranks[me].ended_in <= operation.index:
+            value = -1  # made of rows that have never come
         if kind != ROW and self.change is Break.CONSTANT_PACKET:
             value = 2
         if kind == PACKET and block.absent and self.change is not Break.SILENT_PACKETS:
@@ -218,7 +223,7 @@ class PushProtocol:
                     return
                 continue
             is_blocked = True
-            if rank.lost_in[peer] and self.scenario.mask:
+            if rank.ended_in or (rank.lost_in[peer] and self.scenario.mask):
                 yield (me, "goes without rank", peer, operation), self._know(state, me, which, index, MISSED)
             elif not rank.is_given_up and self._may_give_up(state, me, peer):  # it looks for that first
                 yield self._give_up(state, me, peer, operation)
@@ -234,7 +239,7 @@ class PushProtocol:
         kind, peer = self.awaited(me, which, operation, block.absent, block.phase)[index]
         if kind == PACKET and word & LOSSES:
             state = self._unite(state, me, state.notices[self._notice(peer, me)], operation)
-        elif kind == ROW and word != operation.serial:
+        elif kind == ROW and word != operation.serial and not state.ranks[me].ended_in:
             return state._replace(fault=f"rank {me} takes a wrong row in {words_of(operation)}")
         elif kind == ROW and self.change is not Break.NO_CLEARING:
             uncleared = state.ranks[me].uncleared | 1 << self._at(me, peer, operation, ROW)
@@ -280,7 +285,7 @@ class PushProtocol:
 
     def _completed(self, state: _State, me: int, operation: Operation) -> _State:
         rank = state.ranks[me]
-        if operation.has_counts and len({block.absent for block in rank.blocks}) > 1:
+        if operation.has_counts and len({block.absent for block in rank.blocks}) > 1 and not rank.ended_in:
             return state._replace(fault=f"blocks of rank {me} disagree who takes part in {words_of(operation)}")
         lost = self._lost(rank)
         for peer, other in enumerate(state.ranks):
@@ -290,7 +295,7 @@ class PushProtocol:
             known = other.starts[1] if ahead == 0 else other.starts[0]
             if ahead == 1 and other.blocks[FIRST].phase == ENTER:
                 known = other.starts[1]
-            if known & ~lost & ~(1 << me):
+            if known & ~lost & ~(1 << me) and not rank.ended_in:
                 return state._replace(fault=f"rank {me} has not heard of a loss at the end of {words_of(operation)}")
         for which in range(self.scenario.num_blocks):
             _, state = self._next_operation(state, me, which)
@@ -305,7 +310,8 @@ class PushProtocol:
             )
         state = self._with_block(state, me, which, phase=ENDED, operation=index)
         done = all(block.operation == len(self.operations) for block in state.ranks[me].blocks)
-        return (me, "is done by block", which), self._ended(state, me, DONE) if done else state
+        status = RAISED if state.ranks[me].ended_in else DONE
+        return (me, "is done by block", which), self._ended(state, me, status) if done else state
 
     # Losses
 
@@ -325,7 +331,9 @@ class PushProtocol:
 
     def _give_up(self, state: _State, me: int, peer: int, operation: Operation) -> tuple[Step, _State]:
         if not self.scenario.mask:
-            return (me, "raises for rank", peer, operation), self._ended(state, me, RAISED)
+            return (me, "gives up all for rank", peer, operation), self._with_rank(
+                state, me, ended_in=operation.index + 1
+            )
         return (me, "gives up rank", peer, operation), self._unite(state, me, 1 << peer, operation)
 
     def _unite(self, state: _State, me: int, named: int, operation: Operation) -> _State:

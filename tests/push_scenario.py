@@ -27,6 +27,7 @@ class Break(Enum):
     TRUST_LOST = auto()  # a lost rank's words are read like any other's
     UNDATED_WORD = auto()  # what a block says of counts does not say in which operation
     SHARED_SLOTS = auto()  # rows of different sources arrive in one place
+    ENDED_SENDS = auto()  # kernels that follow one that has ended the communicator store all the same
 
 
 @dataclass(frozen=True)

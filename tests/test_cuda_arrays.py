@@ -5,6 +5,7 @@ What needs no GPU is tested without one: adapters for a device that is not there
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from types import SimpleNamespace
@@ -222,6 +223,30 @@ def test_a_mistake_is_refused_and_the_call_after_it_works() -> None:
         assert combined.float().cpu()[:, 0].tolist() == [2.0, 1.0, 2.0]
         own = torch.empty((4, 3, 128), dtype=torch.bfloat16, device="cuda:0")
         assert comm.dispatch(x, ids, output_buffer=own)[0].tokens is own
+
+
+@pytest.mark.gpu
+def test_rows_that_begin_within_a_word_are_refused() -> None:
+    """Contiguous and aligned to its elements, but kernels move words of 16 bytes: the context would be lost."""
+    torch = pytest.importorskip("torch")
+
+    def shifted(*shape: int) -> Any:
+        return torch.ones(math.prod(shape) + 4, dtype=torch.bfloat16, device="cuda:0")[4:].view(shape)
+
+    ids = torch.tensor(IDS, device="cuda:0")
+    words = "is misaligned: its address must be a multiple of 16"
+    with single() as comm:
+        x = torch.ones((3, 128), dtype=torch.bfloat16, device="cuda:0")
+        with pytest.raises(ew.InvalidArgumentError, match=f"x {words}"):
+            comm.dispatch(shifted(3, 128), ids)
+        with pytest.raises(ew.InvalidArgumentError, match=f"output_buffer {words}"):
+            comm.dispatch(x, ids, output_buffer=shifted(4, 3, 128))
+        out, handle = comm.dispatch(x, ids)
+        with pytest.raises(ew.InvalidArgumentError, match=f"expert_output {words}"):
+            comm.combine(shifted(4, 3, 128), handle)
+        with pytest.raises(ew.InvalidArgumentError, match=f"out {words}"):
+            comm.combine(out.tokens, handle, out=shifted(3, 128))
+        assert comm.combine(out.tokens, handle).float().cpu()[:, 0].tolist() == [2.0, 1.0, 2.0]
 
 
 @pytest.mark.gpu

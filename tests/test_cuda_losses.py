@@ -11,10 +11,24 @@ import numpy as np
 import pytest
 
 import expertwire as ew
-from cases import Case
+from bits import assert_same_bits
+from cases import DIRECT, RANK_MAJOR, Case, way_name
 from crew import Me, crew, die
-from cuda_driving import Place, communicator, dispatch, exchange, living_at, run_virtual, share, to_device, to_host
+from cuda_driving import (
+    EVERY_WAY,
+    Place,
+    communicator,
+    dispatch,
+    exchange,
+    living_at,
+    poison,
+    run_virtual,
+    share,
+    to_device,
+    to_host,
+)
 from driving import Received, assert_received, expected
+from expertwire import reference
 from losses import BOTH_WAYS, Lost
 
 torch = pytest.importorskip("torch")
@@ -23,6 +37,7 @@ pytestmark = pytest.mark.gpu
 VICTIM = 1
 SURVIVORS = (0, 2)
 TIMEOUT_S = 1.5
+LATE_TIMEOUT_S = 1.0
 MARGIN_S = 1.0
 
 
@@ -128,6 +143,70 @@ def test_a_killed_process_is_named_in_time(case: Case) -> None:
             assert lost.ranks == (VICTIM,)
             assert lost.operation == "dispatch"
             assert lost.seconds < TIMEOUT_S + MARGIN_S
+
+
+#: When each rank makes its calls, in time-outs: one that comes just after the others have given up; and one that comes
+#: while a third, which began later than the first, still waits for it.
+DELAYS = {"one is late": (0.0, 1.3, 0.0), "one still waits": (0.0, 1.6, 0.8)}
+NUM_LATE_STEPS = 3
+
+
+def _come_late(group: ew.Group, place: Place, case: Case, delays: tuple[float, ...], barrier: threading.Barrier) -> int:
+    """Go on until the loss is told. Returns how many steps were right before that."""
+    with communicator(group, case, place, timeout_s=LATE_TIMEOUT_S) as comm:
+        exchange(comm, case.inputs(NUM_LATE_STEPS)[comm.rank])
+        steps = []
+        for step in range(NUM_LATE_STEPS):
+            inputs = case.inputs(step)
+            answers, wanted = _answers(case, step)
+            given = inputs[comm.rank]
+            arrays = [to_device(array, place.device) for array in (given.x, given.topk_ids, given.weights)]
+            combined = poison(torch.empty_like(arrays[0]))
+            steps.append((arrays, to_device(answers[comm.rank], place.device), combined, wanted[comm.rank]))
+        torch.cuda.current_stream().synchronize()
+        barrier.wait()
+        time.sleep(delays[comm.rank] * LATE_TIMEOUT_S)
+        looks = delays[comm.rank] > 0  # the first makes all its calls at once
+        num_right = 0
+        try:
+            for arrays, answer, combined, wanted in steps:
+                _, handle = comm.dispatch(*arrays)
+                comm.combine(answer, handle, out=combined)
+                if not looks:
+                    continue
+                torch.cuda.current_stream().synchronize()
+                comm.check()
+                assert_same_bits(
+                    to_host(combined), wanted, f"step {num_right} on rank {comm.rank}, of which nothing was told"
+                )
+                num_right += 1
+            torch.cuda.current_stream().synchronize()
+            comm.check()
+        except ew.PeerLostError:
+            return num_right
+        raise AssertionError("nothing was told")
+
+
+def _answers(case: Case, step: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return what experts answer whatever they receive, and what comes of it."""
+    inputs = case.inputs(step)
+    answers = []
+    for rank, out in enumerate(reference.dispatch(case.config, inputs)):
+        shape = list(out.tokens.shape)
+        if case.layout is RANK_MAJOR and case.combine_mode is DIRECT:
+            shape.insert(1, case.num_topk)
+        rng = np.random.default_rng((step, rank))
+        answers.append(rng.standard_normal(shape, np.float32).astype(reference.BF16))
+    return answers, reference.combine(case.config, inputs, answers)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("delays", DELAYS.values(), ids=DELAYS.keys())
+def test_who_comes_after_a_time_out_gets_right_rows_or_an_error(way: tuple, delays: tuple[float, ...]) -> None:
+    """What an ended rank would go on to send is made of rows that never came."""
+    case = Case(f"late-{way_name(*way)}", (9, 9, 9), 6, 64, 3, layout=way[0], combine_mode=way[1], weights="router")
+    num_right = run_virtual(_come_late, share(3), case, delays, threading.Barrier(3, timeout=60))
+    assert max(num_right) == 0  # the first rank never answered
 
 
 def _take_down_beside(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier) -> float:

@@ -53,6 +53,17 @@ def test_two_ranks_of_which_any_is_late_or_dies(program: str) -> None:
     assert_holds(Scenario(2, program, True, GiveUp.ANY_TIME, max_deaths=1))
 
 
+@pytest.mark.parametrize("program", ["D0 C0", "D0 D0", "C0 C0", "D0 D0 D0"])
+def test_two_ranks_of_which_any_is_late_and_the_other_ends(program: str) -> None:
+    assert_holds(Scenario(2, program, give_up=GiveUp.ANY_TIME))
+
+
+@pytest.mark.parametrize("program", ["D0 D0", "C0 C0 C0"])
+def test_three_ranks_of_which_one_is_late_and_others_end(program: str) -> None:
+    late = frozenset({1})
+    assert_holds(Scenario(3, program, give_up=GiveUp.ANY_TIME, late=late, num_blocks=1, in_turn=True))
+
+
 @pytest.mark.parametrize("program", ["D0", "C0 C0"])
 def test_three_ranks_of_which_any_dies(program: str) -> None:
     assert_holds(Scenario(3, program, True, GiveUp.GONE, max_deaths=1, num_blocks=1, in_turn=True))
@@ -85,6 +96,7 @@ MISTAKES = [
     (Break.SILENT_PACKETS, CUT, "has not heard of a loss"),
     (Break.TRUST_LOST, replace(LATE, program="C0 C0 C0", num_blocks=1), "wrong row"),
     (Break.SHARED_SLOTS, LATE_ROWS, "wrong row"),
+    (Break.ENDED_SENDS, Scenario(2, "D0 C0", give_up=GiveUp.ANY_TIME), "wrong row"),
 ]
 
 

@@ -91,6 +91,7 @@ struct KernelImage {
   std::string log;                                   // the compiler's
   std::map<std::string, KernelResources> resources;  // by kernel
   bool from_cache = false;
+  bool is_kept = false;  // in the cache, for the next that asks
 };
 
 // Compiles a CUDA source, which may include the kernel headers, for an architecture such as "sm_90a", or takes the result

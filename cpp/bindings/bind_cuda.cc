@@ -21,7 +21,8 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("cubin", [](const KernelImage& self) { return nb::bytes(self.cubin.data(), self.cubin.size()); })
       .def_ro("log", &KernelImage::log)
       .def_ro("resources", &KernelImage::resources)
-      .def_ro("from_cache", &KernelImage::from_cache);
+      .def_ro("from_cache", &KernelImage::from_cache)
+      .def_ro("is_kept", &KernelImage::is_kept);
   m.def("compile_source", &compile_cuda_source, nb::arg("source"), nb::arg("architecture"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Compiles a source that may include the kernel headers, or takes the result from the cache. Needs no GPU; "

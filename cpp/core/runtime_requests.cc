@@ -52,6 +52,11 @@ void MoERuntime::Impl::check_num_tokens(int num_tokens) const {
   }
 }
 
+// Kernels move rows in words of 16 bytes.
+std::uintptr_t MoERuntime::Impl::row_alignment(std::uintptr_t element_bytes) const {
+  return problem.config.device.type == DeviceType::CPU ? element_bytes : 16;
+}
+
 void MoERuntime::Impl::check_stream(const void* stream) const {
   if (stream != nullptr && problem.config.device.type == DeviceType::CPU)
     refuse("stream: the CPU backend has no streams; leave it null");
@@ -86,11 +91,11 @@ void MoERuntime::Impl::check_dispatch(const LatencyDispatchRequest& request) con
     refuse("block_scales: only a runtime with quant.format = FP8_E4M3 or MXFP8 takes quantised rows");
   check_present("x", request.x, request.num_tokens);
   check_present("topk_ids", request.topk_ids, request.num_tokens);
-  check_aligned("x", request.x, request.block_scales != nullptr ? 1 : 2);
+  check_aligned("x", request.x, row_alignment(request.block_scales != nullptr ? 1 : 2));
   check_aligned("block_scales", request.block_scales, 4);
   check_aligned("topk_ids", request.topk_ids, request.topk_ids_type == IndexType::INT64 ? 8 : 4);
   check_aligned("weights", request.weights, 4);
-  check_aligned("output_buffer", request.output_buffer, fp8 ? 1 : 2);
+  check_aligned("output_buffer", request.output_buffer, row_alignment(fp8 ? 1 : 2));
 }
 
 void MoERuntime::Impl::check_dispatch_apart(const LatencyDispatchRequest& request) const {
@@ -184,9 +189,9 @@ void MoERuntime::Impl::check_combine(const LatencyCombineRequest& request) const
     refuse("weights: RANK_MAJOR rows come to combine already weighted; leave it null");
   }
   check_present("out", request.out, request.num_tokens);
-  check_aligned("expert_output", request.expert_output, 2);
+  check_aligned("expert_output", request.expert_output, row_alignment(2));
   check_aligned("weights", request.weights, 4);
-  check_aligned("out", request.out, 2);
+  check_aligned("out", request.out, row_alignment(2));
   const auto tokens = static_cast<std::uint64_t>(request.num_tokens);
   const auto hidden_bytes = static_cast<std::uint64_t>(problem.config.hidden_size) * 2;
   check_apart({{"expert_output", request.expert_output, plan.outputs.combine_num_rows * hidden_bytes},
@@ -221,7 +226,9 @@ CombineParams MoERuntime::Impl::prepare_combine(const char* operation, const Lat
   check_combine(request);
   require_received(operation, request.handle.lane_);
   CombineParams params;
-  params.expert_output = request.expert_output;
+  // Null without experts of this rank's. Kernels may load a row before they know that nobody sent it.
+  params.expert_output = request.expert_output != nullptr ? request.expert_output
+                                                          : backend->lane_buffers(request.handle.lane_).combine_input;
   params.weights = request.weights;
   params.out = request.out;
   params.ready_words = request.ready.words;

@@ -52,6 +52,7 @@ struct MoERuntime::Impl {
   void check_combine(const LatencyCombineRequest& request) const;
   void check_dispatch_apart(const LatencyDispatchRequest& request) const;
   void check_num_tokens(int num_tokens) const;
+  std::uintptr_t row_alignment(std::uintptr_t element_bytes) const;
   void check_stream(const void* stream) const;
   void check_overlap(const void* wait_event, int max_num_blocks) const;
   void check_ready(const ReadySignal& ready) const;

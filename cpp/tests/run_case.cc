@@ -72,7 +72,7 @@ class CaseRank {
 
   LatencyCombineRequest combine_request(const DispatchHandle& handle) const {
     LatencyCombineRequest request;
-    request.expert_output = runtime_.lane_buffers(handle.lane()).combine_input;
+    if (runtime_.num_local_experts() > 0) request.expert_output = runtime_.lane_buffers(handle.lane()).combine_input;
     request.handle = handle;
     request.weights = static_cast<const float*>(new_weights_);
     request.out = out_;

@@ -305,6 +305,9 @@ class KernelImage:
     @property
     def from_cache(self) -> bool: ...
 
+    @property
+    def is_kept(self) -> bool: ...
+
 def compile_source(source: str, architecture: str) -> KernelImage:
     """
     Compiles a source that may include the kernel headers, or takes the result from the cache. Needs no GPU; `architecture` is such as sm_90a.

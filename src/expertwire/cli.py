@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from expertwire.bench.command import Combine, Experts, Hidden, Layout, Payload, Ranks, Tokens, Topk, Workload
-from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
+from expertwire.errors import BackendError, Error, InvalidArgumentError, UnsupportedError
 
 #: Exit statuses besides 0. Typer, too, ends with 2 on a command line that it cannot parse.
 FAILED, BAD_USAGE = 1, 2
@@ -37,6 +37,10 @@ def _before_command(_version: Version = False) -> None:
 
 def _model(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Model")
+
+
+def _kinds(text: str, name: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel="Communicators made with more than a shape")
 
 
 def _ranks(text: str) -> Any:
@@ -118,20 +122,34 @@ def compile_kernels(
     layout: Layout = "expert-major",
     combine_mode: Combine = "rank-local-reduce",
     dispatch_dtype: Payload = "bf16",
+    validate: Annotated[bool, _kinds("For validate=True.", "--validate")] = False,
+    mask: Annotated[bool, _kinds('For on_peer_loss="mask".', "--mask")] = False,
+    two_phase: Annotated[bool, _kinds("For two_phase=True.", "--two-phase")] = False,
+    block_overlap: Annotated[bool, _kinds("For block_overlap=True.", "--block-overlap")] = False,
 ) -> None:
     """Compile CUDA kernels ahead of time, so that communicators of these shapes find them in the cache.
 
-    Needs no GPU. Exit status 1: kernels do not compile. 2: an option cannot be used, or there is no compiler.
+    Needs no GPU. Exit status 1: kernels do not compile, or cannot be kept. 2: an option cannot be used, or there is no
+    compiler.
     """
     from expertwire.bench.request import Sweep
     from expertwire.precompile import precompile_all
+    from expertwire.types import PeerLossPolicy
 
     sweep = Sweep(experts, tokens, hidden, topk, ranks, layout, combine_mode, dispatch_dtype, workload=workload)
+    fields: dict[str, Any] = {"validate": validate, "two_phase": two_phase, "block_overlap": block_overlap}
+    if mask:
+        fields["on_peer_loss"] = PeerLossPolicy.MASK
+    num_lost = 0
     try:
-        for result in precompile_all(sweep.problems(), [word.strip() for word in architecture.split(",")]):
+        for result in precompile_all(sweep.problems(), [word.strip() for word in architecture.split(",")], **fields):
             typer.echo(result)
+            num_lost += result.num_lost
     except Error as error:
         _leave("compile", error)
+    if num_lost:
+        which = f"{num_lost} kernels were compiled and could not be kept"
+        _leave("compile", BackendError(f"{which}: set EXPERTWIRE_CACHE_DIR to a folder that can be written"))
 
 
 def make_app() -> typer.Typer:

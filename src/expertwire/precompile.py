@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from expertwire import _core
 from expertwire.bench.schema import Problem
@@ -26,6 +27,7 @@ class Precompiled:
         num_images: kernels that the communicator may load; which ones depends on the number of multiprocessors.
         registers: most that a thread of a kernel takes.
         spill_bytes: most that a thread of a kernel spills.
+        num_lost: kernels that could not be kept in the cache.
     """
 
     problem: Problem
@@ -34,6 +36,7 @@ class Precompiled:
     num_images: int
     registers: int
     spill_bytes: int
+    num_lost: int
 
     def __str__(self) -> str:
         kept = self.num_images - self.num_compiled
@@ -60,14 +63,17 @@ def precompile(
     return _core.precompile_kernels(to_core(replace(config, device="cuda:0"), "cuda"), num_ranks, architecture, num_sms)
 
 
-def precompile_all(problems: list[Problem], architectures: list[str]) -> Iterator[Precompiled]:
-    """Yields one result for each shape and architecture, in this order. Raises what :func:`precompile` raises."""
+def precompile_all(problems: list[Problem], architectures: list[str], **fields: Any) -> Iterator[Precompiled]:
+    """Yields one result for each shape and architecture, in this order. Raises what :func:`precompile` raises.
+
+    ``fields`` of the configuration that a shape does not have, such as ``validate=True``, are the same for all.
+    """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.map(lambda one: _precompiled(*one), product(problems, architectures))
+        yield from pool.map(lambda one: _precompiled(one[0], one[1], fields), product(problems, architectures))
 
 
-def _precompiled(problem: Problem, architecture: str) -> Precompiled:
-    images = precompile(problem.config(), problem.num_ranks, architecture)
+def _precompiled(problem: Problem, architecture: str, fields: dict[str, Any]) -> Precompiled:
+    images = precompile(replace(problem.config(), **fields), problem.num_ranks, architecture)
     kernels = [kernel for image in images for kernel in image.resources.values()]
     return Precompiled(
         problem,
@@ -76,4 +82,5 @@ def _precompiled(problem: Problem, architecture: str) -> Precompiled:
         len(images),
         max(kernel.registers for kernel in kernels),
         max(kernel.spill_bytes for kernel in kernels),
+        sum(not image.is_kept for image in images),
     )

@@ -88,12 +88,13 @@ CudaBackend::CudaBackend(const Problem& problem, const Plan& plan, Bootstrap& bo
 }
 
 void CudaBackend::build(Bootstrap& bootstrap) {
-  succeed_together(bootstrap, [&] { context_.emplace(problem_.config.device.index); });
+  release_what_graphs_dropped();
+  succeed_together(bootstrap, [&] { memory_ = std::make_shared<KernelMemory>(problem_.config.device.index); });
   prepare(bootstrap);
-  inboxes_.emplace(bootstrap, problem_.config.device.index, plan_.memory.shared);
+  memory_->inboxes.emplace(bootstrap, problem_.config.device.index, plan_.memory.shared);
   // Ends with all ranks in step: no peer's first packet can meet memory that is still being filled.
   succeed_together(bootstrap, [&] {
-    const CurrentContext current(*context_);
+    const CurrentContext current(memory_->context);
     make_lanes();
     fill_memory();
     launch_nothing();
@@ -105,7 +106,7 @@ void CudaBackend::prepare(Bootstrap& bootstrap) {
   const std::vector<RankDevice> devices = gather_values(bootstrap, describe_device(device));
   const CUuuid& own = devices[static_cast<std::size_t>(problem_.rank)].uuid;
   succeed_together(bootstrap, [&] {
-    const CurrentContext current(*context_);
+    const CurrentContext current(memory_->context);
     DeviceFacts facts = describe(device);
     facts.num_ranks_here = static_cast<int>(std::count_if(devices.begin(), devices.end(), [&](const RankDevice& other) {
       return std::equal(std::begin(own.bytes), std::end(own.bytes), std::begin(other.uuid.bytes));
@@ -134,15 +135,16 @@ void CudaBackend::load_kernels() {
 // Not by cuMemAlloc, whose counterpart waits for the whole device.
 CUdeviceptr CudaBackend::allocate(std::size_t bytes) {
   const int device = problem_.config.device.index;
-  memory_.emplace_back(Allocation(device, std::max<std::size_t>(bytes, 1), CU_MEM_HANDLE_TYPE_NONE), device);
-  return memory_.back().address();
+  memory_->own.emplace_back(Allocation(device, std::max<std::size_t>(bytes, 1), CU_MEM_HANDLE_TYPE_NONE), device);
+  return memory_->own.back().address();
 }
 
 void CudaBackend::make_lanes() {
   const Driver& cuda = driver();
   cuda::check(cuda.cuStreamCreate(&own_stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
-  cuda::check(cuda.cuEventCreate(&last_work_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
-  report_.emplace();
+  for (CUevent* event : {&last_work_, &last_captured_work_})
+    cuda::check(cuda.cuEventCreate(event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  memory_->report.emplace();
   const u64 state_bytes = make_lane_state_layout(problem_.shape).bytes,
             inbox_bytes = make_inbox_layout(problem_.shape).lane_bytes;
   for (int lane = 0; lane < problem_.config.max_in_flight; ++lane) {
@@ -150,7 +152,7 @@ void CudaBackend::make_lanes() {
     Lane& made = lanes_.emplace_back();
     made.buffers = make_buffers(outputs, plan_.outputs, problem_);
     for (int rank = 0; rank < problem_.num_ranks; ++rank) {
-      made.params.inboxes[rank] = at<u8>(inboxes_->address(rank), inbox_bytes * static_cast<u64>(lane));
+      made.params.inboxes[rank] = at<u8>(memory_->inboxes->address(rank), inbox_bytes * static_cast<u64>(lane));
     }
     for (CUevent& event : made.received) {
       if (problem_.config.two_phase) cuda::check(cuda.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
@@ -166,10 +168,10 @@ void CudaBackend::make_lanes() {
   auto* common = at<CommonWords>(allocate(sizeof(CommonWords)), 0);
   for (Lane& lane : lanes_) {
     lane.params.wait.abort = &common->abort;
-    lane.params.wait.report = &report_->device_pointer()->loss;
-    lane.params.fault = &report_->device_pointer()->fault;
+    lane.params.wait.report = &memory_->report->device_pointer()->loss;
+    lane.params.fault = &memory_->report->device_pointer()->fault;
     lane.params.mask.state = &common->losses;
-    lane.params.mask.host = report_->device_pointer()->lost;
+    lane.params.mask.host = memory_->report->device_pointer()->lost;
     lane.params.mask.notices = inbox_bytes * (lanes_.size() - static_cast<std::size_t>(lane.params.lane));
     lane.params.wait.timeout_ns = static_cast<u64>(problem_.config.timeout_s * 1e9);
   }
@@ -190,10 +192,11 @@ void CudaBackend::fill_memory() {
   }
   if (const u64 bytes = make_notice_layout(problem_.shape).bytes; bytes > 0) {
     const u64 notices = layout.lane_bytes * lanes_.size();
-    cuda::check(cuda.cuMemsetD8Async(inboxes_->address(problem_.rank) + notices, 0, bytes, own_stream_),
+    cuda::check(cuda.cuMemsetD8Async(memory_->inboxes->address(problem_.rank) + notices, 0, bytes, own_stream_),
                 "cuMemsetD8Async");
   }
-  cuda::check(cuda.cuMemsetD8Async(memory_.back().address(), 0, sizeof(CommonWords), own_stream_), "cuMemsetD8Async");
+  cuda::check(cuda.cuMemsetD8Async(memory_->own.back().address(), 0, sizeof(CommonWords), own_stream_),
+              "cuMemsetD8Async");
   write_placement(own_stream_);
   cuda::check(cuda.cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
@@ -219,7 +222,8 @@ CudaBackend::~CudaBackend() { release(); }
 void CudaBackend::close() noexcept {
   if (!last_stream_) return;
   const Driver& cuda = driver();
-  if (cuda.cuCtxPushCurrent(context_->get()) != CUDA_SUCCESS) return;  // the driver has shut down, with all it held
+  if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
+    return;  // the driver has shut down, with all it held
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   if (cuda.cuStreamIsCapturing(*last_stream_, &capture) == CUDA_SUCCESS && capture == CU_STREAM_CAPTURE_STATUS_NONE)
     cuda.cuEventRecord(last_work_, *last_stream_);
@@ -229,29 +233,31 @@ void CudaBackend::close() noexcept {
 }
 
 void CudaBackend::release() noexcept {
-  if (!context_) return;
+  if (memory_ == nullptr) return;
   close();
   const Driver& cuda = driver();
-  if (cuda.cuCtxPushCurrent(context_->get()) != CUDA_SUCCESS) return;  // the driver has shut down, with all it held
+  if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
+    return;  // the driver has shut down, with all it held
   // Only this rank's own work is waited for. Waits in it are bounded, also after a peer was lost.
   if (last_work_ != nullptr) {
     cuda.cuEventSynchronize(last_work_);  // at once if it was never recorded
     cuda.cuEventDestroy(last_work_);
   }
+  if (last_captured_work_ != nullptr) cuda.cuEventDestroy(last_captured_work_);
   for (const Lane& lane : lanes_)
     for (const CUevent event : lane.received)
       if (event != nullptr) cuda.cuEventDestroy(event);
   if (own_stream_ != nullptr) cuda.cuStreamDestroy(own_stream_);
-  memory_.clear();
-  report_.reset();
   CUcontext popped = nullptr;
   cuda.cuCtxPopCurrent(&popped);
+  memory_.reset();
+  release_what_graphs_dropped();
 }
 
 RuntimeStats CudaBackend::stats() const {
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   RuntimeStats stats = stats_;
-  stats.timeouts = report_->num_timeouts();
+  stats.timeouts = memory_->report->num_timeouts();
   stats.expert_tokens.assign(static_cast<std::size_t>(problem_.num_local_experts), 0);
   stats.source_wait_seconds.assign(static_cast<std::size_t>(problem_.num_ranks), 0.0);
   for (const Lane& lane : lanes_) add_device_counts(lane, stats);
@@ -285,11 +291,11 @@ void CudaBackend::add_device_counts(const Lane& lane, RuntimeStats& stats) const
   stats.bytes_received += traffic.dispatch_received * dispatch_bytes + traffic.combine_received * combine_bytes;
 }
 
-std::vector<int> CudaBackend::lost_ranks() const { return report_->lost_ranks(); }
+std::vector<int> CudaBackend::lost_ranks() const { return memory_->report->lost_ranks(); }
 
 void CudaBackend::check() {
-  report_->raise_fault(problem_);
-  report_->raise_loss(problem_);
+  memory_->report->raise_fault(problem_);
+  memory_->report->raise_loss(problem_);
 }
 
 }  // namespace expertwire::cuda

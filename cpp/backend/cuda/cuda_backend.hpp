@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,8 +12,7 @@
 #include "backend/backend.hpp"
 #include "backend/cuda/context.hpp"
 #include "backend/cuda/cuda_plan.hpp"
-#include "backend/cuda/host_report.hpp"
-#include "backend/cuda/memory.hpp"
+#include "backend/cuda/kernel_memory.hpp"
 #include "shared/kernel_params.cuh"
 
 namespace expertwire::cuda {
@@ -44,7 +44,7 @@ class CudaBackend final : public Backend {
   bool has_arrived(Step step, int lane) override;
   RuntimeStats stats() const override;
   std::vector<int> lost_ranks() const override;
-  bool is_available() const noexcept override { return !report_->has_loss(); }
+  bool is_available() const noexcept override { return !memory_->report->has_loss(); }
   void check() override;
   void check_update(void* stream) override;
   void update_placement(std::vector<i32> physical_of_logical, void* stream) override;
@@ -76,7 +76,9 @@ class CudaBackend final : public Backend {
   CUdeviceptr allocate(std::size_t bytes);
   DispatchKernelParams prepare(int lane, const DispatchParams& params);
   CombineKernelParams prepare(int lane, const CombineParams& params);
+  void note_dispatched(Lane& lane);
   void follow(CUstream stream, void* wait_event);
+  void follow_captured(CUstream stream, std::uint64_t capture, CUgraph graph);
   void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream, int max_blocks = 0);
   void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream, int max_blocks = 0);
   void raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream);
@@ -88,15 +90,16 @@ class CudaBackend final : public Backend {
   Problem problem_;
   Plan plan_;
   CudaPlan cuda_plan_;
-  std::optional<PrimaryContext> context_;
+  std::shared_ptr<KernelMemory> memory_;
   Kernels dispatch_, combine_, combine_by_blocks_;
-  std::optional<SymmetricMemory> inboxes_;
-  std::vector<Mapping> memory_;  // of this rank alone: outputs and state of every lane, then the words of all lanes
-  i32* placement_ = nullptr;     // [num_logical_experts], with a placement
-  std::optional<HostReport> report_;
-  CUstream own_stream_ = nullptr;                          // for set-up and stats()
-  CUevent last_work_ = nullptr;                            // recorded when another stream, or nothing, is to follow
-  std::optional<CUstream> last_stream_, captured_stream_;  // of work on the device, and into a graph
+  i32* placement_ = nullptr;       // [num_logical_experts], with a placement
+  CUstream own_stream_ = nullptr;  // for set-up and stats()
+  CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow
+  std::optional<CUstream> last_stream_;
+  // Of work that goes into a graph: the capture, and which of its streams came last. Not touched once that has ended.
+  std::uint64_t capture_ = 0;
+  CUevent last_captured_work_ = nullptr;
+  CUstream last_captured_stream_ = nullptr;
   std::vector<Lane> lanes_;
   RuntimeStats stats_;
 };

@@ -95,24 +95,39 @@ void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t
 
 // Operations of one communicator run one after the other, also on different streams.
 void CudaBackend::follow(CUstream stream, void* wait_event) {
-  if (!last_stream_ || *last_stream_ != stream) {
-    const Driver& cuda = driver();
-    CUstreamCaptureStatus before = CU_STREAM_CAPTURE_STATUS_NONE, now = CU_STREAM_CAPTURE_STATUS_NONE;
-    cuda::check(cuda.cuStreamIsCapturing(stream, &now), "cuStreamIsCapturing");
-    // A graph is ordered behind work outside of it by whoever launches it.
-    std::optional<CUstream>& last = now == CU_STREAM_CAPTURE_STATUS_NONE ? last_stream_ : captured_stream_;
-    if (last && *last != stream) {
-      cuda::check(cuda.cuStreamIsCapturing(*last, &before), "cuStreamIsCapturing");
-      if (before == now) {
-        cuda::check(cuda.cuEventRecord(last_work_, *last), "cuEventRecord");
+  const Driver& cuda = driver();
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE, of_last = CU_STREAM_CAPTURE_STATUS_NONE;
+  std::uint64_t capture = 0;
+  CUgraph graph = nullptr;
+  cuda::check(cuda.cuStreamGetCaptureInfo(stream, &status, &capture, &graph, nullptr, nullptr),
+              "cuStreamGetCaptureInfo");
+  if (status != CU_STREAM_CAPTURE_STATUS_NONE) {
+    follow_captured(stream, capture, graph);
+  } else {
+    if (last_stream_ && *last_stream_ != stream) {
+      cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &of_last), "cuStreamIsCapturing");
+      if (of_last == CU_STREAM_CAPTURE_STATUS_NONE) {
+        cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
         cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
       }
     }
-    if (now == CU_STREAM_CAPTURE_STATUS_NONE) captured_stream_.reset();
-    last = stream;
+    last_stream_ = stream;
   }
   if (wait_event != nullptr)
-    cuda::check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
+    cuda::check(cuda.cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
+}
+
+// A graph is ordered behind work outside of it by whoever launches it. Streams of one capture are there until its end.
+void CudaBackend::follow_captured(CUstream stream, std::uint64_t capture, CUgraph graph) {
+  const Driver& cuda = driver();
+  if (capture != capture_) {
+    keep_for_graph(graph, memory_);
+  } else if (last_captured_stream_ != stream) {
+    cuda::check(cuda.cuEventRecord(last_captured_work_, last_captured_stream_), "cuEventRecord");
+    cuda::check(cuda.cuStreamWaitEvent(stream, last_captured_work_, 0), "cuStreamWaitEvent");
+  }
+  capture_ = capture;
+  last_captured_stream_ = stream;
 }
 
 const LoadedKernel& CudaBackend::choose(const Kernels& kernels, Phase phase, int num_tokens) const {
@@ -121,7 +136,7 @@ const LoadedKernel& CudaBackend::choose(const Kernels& kernels, Phase phase, int
 }
 
 DispatchKernelParams CudaBackend::prepare(int lane_idx, const DispatchParams& params) {
-  Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
+  const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   DispatchKernelParams kernel{};
   kernel.lane = lane.params;
   kernel.x = params.x;
@@ -130,7 +145,7 @@ DispatchKernelParams CudaBackend::prepare(int lane_idx, const DispatchParams& pa
   kernel.physical_of_logical = placement_;
   kernel.weights = params.weights;
   kernel.num_tokens = params.num_tokens;
-  kernel.call = lane.call = static_cast<u32>(stats_.dispatch_calls + 1);
+  kernel.call = static_cast<u32>(stats_.dispatch_calls + 1);
   kernel.topk_ids_are_64_bit = params.topk_ids_are_64_bit ? 1 : 0;
   kernel.tokens = params.tokens;
   kernel.scales = lane.buffers.scales;
@@ -158,21 +173,26 @@ CombineKernelParams CudaBackend::prepare(int lane_idx, const CombineParams& para
   return kernel;
 }
 
+// Once the kernel has been launched: a launch that fails leaves the handles of the lane as they were.
+void CudaBackend::note_dispatched(Lane& lane) {
+  lane.call = static_cast<u32>(++stats_.dispatch_calls);
+  lane.is_received[static_cast<int>(Step::DISPATCH)] = false;
+}
+
 void CudaBackend::dispatch(int lane, const DispatchParams& params) {
   const Range range("expertwire dispatch");
   check();
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
   launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
-  lanes_[static_cast<std::size_t>(lane)].is_received[static_cast<int>(Step::DISPATCH)] = false;
-  ++stats_.dispatch_calls;
+  note_dispatched(lanes_[static_cast<std::size_t>(lane)]);
 }
 
 void CudaBackend::combine(int lane, const CombineParams& params) {
   const Range range("expertwire combine");
   check();
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
   launch(Phase::WHOLE, prepare(lane, params), stream, params.max_num_blocks);
@@ -183,21 +203,20 @@ void CudaBackend::combine(int lane, const CombineParams& params) {
 void CudaBackend::send(int lane_idx, const DispatchParams& params) {
   const Range range("expertwire dispatch send");
   check();
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
   lane.dispatch = prepare(lane_idx, params);
   launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, stream, params.max_num_blocks);
   lane.dispatch_max_blocks = params.max_num_blocks;
-  lane.is_received[static_cast<int>(Step::DISPATCH)] = false;
-  ++stats_.dispatch_calls;
+  note_dispatched(lane);
 }
 
 void CudaBackend::send(int lane_idx, const CombineParams& params) {
   const Range range("expertwire combine send");
   check();
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(params.stream);
   follow(stream, params.wait_event);
@@ -212,7 +231,7 @@ void CudaBackend::send(int lane_idx, const CombineParams& params) {
 // loss the kernel is launched all the same: it ends at once, and shows no rows.
 void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
   const Range range(step == Step::DISPATCH ? "expertwire dispatch receive" : "expertwire combine receive");
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(stream_address);
   follow(stream, nullptr);
@@ -223,13 +242,13 @@ void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
     launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream, lane.combine_max_blocks);
   cuda::check(driver().cuEventRecord(lane.received[static_cast<int>(step)], stream), "cuEventRecord");
   lane.is_received[static_cast<int>(step)] = true;
-  report_->raise_loss(problem_);
+  memory_->report->raise_loss(problem_);
 }
 
 bool CudaBackend::has_arrived(Step step, int lane_idx) {
   const Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   if (!lane.is_received[static_cast<int>(step)]) return false;  // to look would be to wait for the GPU
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   const CUresult result = driver().cuEventQuery(lane.received[static_cast<int>(step)]);
   if (result == CUDA_ERROR_NOT_READY) return false;
   cuda::check(result, "cuEventQuery");

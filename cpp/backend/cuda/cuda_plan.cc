@@ -11,6 +11,8 @@ namespace expertwire::cuda {
 namespace {
 
 constexpr int kSmallWorkThreads = 256;
+// At most what a block has besides what routing asks for: sets of lost ranks, and the first wrong id.
+constexpr std::size_t kStaticSharedBytes = 64;
 constexpr int kMostPairedBlocks = 64;
 constexpr int kMostWarps = 31;  // of a block, beside that of the packets
 
@@ -99,10 +101,10 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
   plan.most_paired_blocks = plan.dependent_launch && facts.major <= 10 ? kMostPairedBlocks : 0;
   const bool rank_major = problem.config.output_layout == DispatchLayout::RANK_MAJOR;
   plan.dispatch_shared_bytes = dispatch_shared_bytes(problem.shape, rank_major);
-  if (plan.dispatch_shared_bytes > facts.max_shared_bytes) {
+  if (plan.dispatch_shared_bytes + kStaticSharedBytes > facts.max_shared_bytes) {
     refuse("num_experts = " + std::to_string(problem.shape.num_experts) +
            " with max_tokens_per_rank = " + std::to_string(problem.shape.max_tokens_per_rank) + ": routing needs " +
-           std::to_string(plan.dispatch_shared_bytes) + " bytes of shared memory, the device has " +
+           std::to_string(plan.dispatch_shared_bytes + kStaticSharedBytes) + " bytes of shared memory, the device has " +
            std::to_string(facts.max_shared_bytes));
   }
   // A warp for each part of an own token's row, as if it were BF16.
@@ -154,7 +156,6 @@ std::string program_source(const Problem& problem, const Variant& variant) {
   number("kNumRanks", shape.num_ranks);
   number("kMaxTokens", shape.max_tokens_per_rank);
   number("kMaxLocalExperts", shape.max_local_experts);
-  number("kMaxInFlight", shape.max_in_flight);
   text += "__device__ constexpr int kFirstExpert[] = {0";
   int end = 0;
   for (const int count : config.experts_per_rank) text.append(", ").append(std::to_string(end += count));

@@ -58,14 +58,11 @@ void find_basics(Driver& d, Symbols& symbols) {
   symbols.find(d.cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
   symbols.find(d.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
   symbols.find(d.cuCtxPopCurrent, "cuCtxPopCurrent_v2");
-  symbols.find(d.cuCtxSetCurrent, "cuCtxSetCurrent");
-  symbols.find(d.cuCtxGetCurrent, "cuCtxGetCurrent");
 }
 
 void find_execution(Driver& d, Symbols& symbols) {
   symbols.find(d.cuModuleLoadData, "cuModuleLoadData");
   symbols.find(d.cuModuleGetFunction, "cuModuleGetFunction");
-  symbols.find(d.cuFuncGetAttribute, "cuFuncGetAttribute");
   symbols.find(d.cuFuncSetAttribute, "cuFuncSetAttribute");
   symbols.find(d.cuOccupancyMaxActiveBlocksPerMultiprocessor, "cuOccupancyMaxActiveBlocksPerMultiprocessor");
   symbols.find(d.cuLaunchKernelEx, "cuLaunchKernelEx");
@@ -73,6 +70,7 @@ void find_execution(Driver& d, Symbols& symbols) {
   symbols.find(d.cuStreamDestroy, "cuStreamDestroy_v2");
   symbols.find(d.cuStreamSynchronize, "cuStreamSynchronize");
   symbols.find(d.cuStreamIsCapturing, "cuStreamIsCapturing");
+  symbols.find(d.cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2");
   symbols.find(d.cuStreamWaitEvent, "cuStreamWaitEvent");
   symbols.find(d.cuEventCreate, "cuEventCreate");
   symbols.find(d.cuEventDestroy, "cuEventDestroy_v2");
@@ -87,6 +85,9 @@ void find_execution(Driver& d, Symbols& symbols) {
   symbols.find(d.cuGraphLaunch, "cuGraphLaunch");
   symbols.find(d.cuGraphExecDestroy, "cuGraphExecDestroy");
   symbols.find(d.cuGraphDestroy, "cuGraphDestroy");
+  symbols.find(d.cuUserObjectCreate, "cuUserObjectCreate");
+  symbols.find(d.cuUserObjectRelease, "cuUserObjectRelease");
+  symbols.find(d.cuGraphRetainUserObject, "cuGraphRetainUserObject");
 }
 
 void find_memory(Driver& d, Symbols& symbols) {

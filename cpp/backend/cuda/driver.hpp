@@ -28,12 +28,9 @@ struct Driver {
   CUresult (*cuDevicePrimaryCtxRelease)(CUdevice);
   CUresult (*cuCtxPushCurrent)(CUcontext);
   CUresult (*cuCtxPopCurrent)(CUcontext*);
-  CUresult (*cuCtxSetCurrent)(CUcontext);
-  CUresult (*cuCtxGetCurrent)(CUcontext*);
 
   CUresult (*cuModuleLoadData)(CUmodule*, const void* image);
   CUresult (*cuModuleGetFunction)(CUfunction*, CUmodule, const char* name);
-  CUresult (*cuFuncGetAttribute)(int*, CUfunction_attribute, CUfunction);
   CUresult (*cuFuncSetAttribute)(CUfunction, CUfunction_attribute, int);
   CUresult (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int*, CUfunction, int block_size, std::size_t shared_bytes);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void** params, void** extra);
@@ -52,6 +49,8 @@ struct Driver {
   CUresult (*cuStreamDestroy)(CUstream);
   CUresult (*cuStreamSynchronize)(CUstream);
   CUresult (*cuStreamIsCapturing)(CUstream, CUstreamCaptureStatus*);
+  CUresult (*cuStreamGetCaptureInfo)(CUstream, CUstreamCaptureStatus*, std::uint64_t* id, CUgraph*,
+                                     const CUgraphNode** dependencies, std::size_t* num_dependencies);
   CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned flags);
   CUresult (*cuEventCreate)(CUevent*, unsigned flags);
   CUresult (*cuEventDestroy)(CUevent);
@@ -67,6 +66,9 @@ struct Driver {
   CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
   CUresult (*cuGraphExecDestroy)(CUgraphExec);
   CUresult (*cuGraphDestroy)(CUgraph);
+  CUresult (*cuUserObjectCreate)(CUuserObject*, void* object, CUhostFn destroy, unsigned count, unsigned flags);
+  CUresult (*cuUserObjectRelease)(CUuserObject, unsigned count);
+  CUresult (*cuGraphRetainUserObject)(CUgraph, CUuserObject, unsigned count, unsigned flags);
 
   CUresult (*cuMemGetAllocationGranularity)(std::size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags);
   CUresult (*cuMemCreate)(CUmemGenericAllocationHandle*, std::size_t, const CUmemAllocationProp*,

@@ -72,10 +72,10 @@ std::uint64_t HostReport::num_timeouts() const {
 }
 
 void HostReport::raise_fault(const Problem& problem) {
-  volatile FaultKind& kind = words_->fault.kind;
-  if (kind == FaultKind::NONE) return;
+  if (load_acquire(words_->fault.kind) == FaultKind::NONE) return;
   const CallFault fault = words_->fault;  // whole: a kernel writes the kind last
-  kind = FaultKind::NONE;                 // from here on a kernel may report the next
+  std::atomic_ref(words_->fault.kind)
+      .store(FaultKind::NONE, std::memory_order_release);  // a kernel may report the next
   if (fault.kind == FaultKind::HANDLE_STALE) throw Error(ErrorCode::InvalidHandle, handle_text(fault, problem.rank));
   throw Error(ErrorCode::InvalidArgument, id_text(fault, problem));
 }

@@ -1,6 +1,7 @@
 // What kernels tell the host without being asked: who was lost, and what a caller did wrong.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -19,7 +20,7 @@ class HostReport {
   HostReport& operator=(const HostReport&) = delete;
 
   HostWords* device_pointer() const { return device_; }
-  bool has_loss() const { return static_cast<volatile const HostWords*>(words_)->loss.set != 0; }
+  bool has_loss() const { return load_acquire(words_->loss.set) != 0; }
   // Throws PeerLost if the communicator has ended.
   void raise_loss(const Problem& problem) const;
   // Ascending: the rank by which the communicator has ended, or those that it goes on without.
@@ -30,9 +31,14 @@ class HostReport {
   void raise_fault(const Problem& problem);
 
  private:
+  // What a kernel has written before the word is seen with it.
+  template <typename T>
+  static T load_acquire(T& word) {
+    return std::atomic_ref(word).load(std::memory_order_acquire);
+  }
   // The rank by which the communicator has ended: with a producer that was late, its own.
   int lost_peer() const { return words_->loss.peer < 0 ? words_->loss.rank : words_->loss.peer; }
-  LossKind lost(int rank) const { return static_cast<volatile const HostWords*>(words_)->lost[rank]; }
+  LossKind lost(int rank) const { return load_acquire(words_->lost[rank]); }
 
   HostWords* words_ = nullptr;
   HostWords* device_ = nullptr;

@@ -106,13 +106,13 @@ class KernelCache {
     if (std::sscanf(header.c_str(), "%39s %zu %zu", checksum, &log_bytes, &cubin_bytes) != 3) return std::nullopt;
     const std::size_t bytes = entry->size() - second - 1;
     if (log_bytes > bytes || cubin_bytes != bytes - log_bytes) return std::nullopt;
-    KernelImage image{entry->substr(second + 1 + log_bytes), entry->substr(second + 1, log_bytes), {}, true};
+    KernelImage image{entry->substr(second + 1 + log_bytes), entry->substr(second + 1, log_bytes), {}, true, true};
     if (checksum != this->checksum(image)) return std::nullopt;
     return image;
   }
 
-  void store(const KernelImage& image) const {
-    if (path_.empty()) return;
+  bool store(const KernelImage& image) const {
+    if (path_.empty()) return false;
     std::error_code error;
     std::filesystem::create_directories(path_.parent_path(), error);
     // Written aside under a name of this call's own and renamed: whoever comes last wins with the same content.
@@ -123,9 +123,10 @@ class KernelCache {
         write_file(aside, std::string(kSchema) + '\n' + checksum(image) + ' ' + std::to_string(image.log.size()) + ' ' +
                               std::to_string(image.cubin.size()) + '\n' + image.log + image.cubin);
     if (is_written) std::filesystem::rename(aside, path_, error);
-    if (is_written && !error) return;
+    if (is_written && !error) return true;
     note("compiled kernels could not be kept in " + path_.parent_path().string());
     std::filesystem::remove(aside, error);
+    return false;
   }
 
  private:
@@ -222,7 +223,7 @@ KernelImage compile(const Nvrtc& nvrtc, const std::string& source, const std::st
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   note("kernels compiled for " + architecture + " with NVRTC " + version_text(nvrtc) + " in " +
        std::to_string(elapsed.count()) + " s");
-  return {program.cubin(), program.log(), {}, false};
+  return {program.cubin(), program.log(), {}, false, false};
 }
 
 // Everything that the result depends on.
@@ -299,7 +300,7 @@ KernelImage compile_source(const std::string& source, const std::string& archite
   std::optional<KernelImage> image = cache.load();
   if (!image) {
     image = compile(compiler, source, architecture);
-    cache.store(*image);
+    image->is_kept = cache.store(*image);
   }
   image->resources = kernel_resources(image->log);
   return *image;

@@ -17,8 +17,8 @@ void CudaBackend::write_placement(CUstream stream) {
 }
 
 void CudaBackend::check_update(void* stream) {
-  report_->raise_loss(problem_);
-  const CurrentContext current(*context_);
+  memory_->report->raise_loss(problem_);
+  const CurrentContext current(memory_->context);
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   cuda::check(driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &status), "cuStreamIsCapturing");
   if (status != CU_STREAM_CAPTURE_STATUS_NONE)
@@ -26,7 +26,7 @@ void CudaBackend::check_update(void* stream) {
 }
 
 void CudaBackend::update_placement(std::vector<i32> physical_of_logical, void* stream) {
-  const CurrentContext current(*context_);
+  const CurrentContext current(memory_->context);
   problem_.physical_of_logical = std::move(physical_of_logical);
   const auto on = static_cast<CUstream>(stream);
   follow(on, nullptr);

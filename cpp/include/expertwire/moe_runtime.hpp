@@ -35,7 +35,7 @@ class DispatchHandle {
 
 /// Inputs of one dispatch. The caller owns all of them, in the memory of the device. The runtime reads them before
 /// dispatch returns (CPU) or in stream order (CUDA) and keeps none: ids and weights that combine needs are copied. Each
-/// pointer is a multiple of its element's size, and no input may overlap what the call writes.
+/// pointer is a multiple of its element's size, those of rows on CUDA of 16, and no input may overlap what the call writes.
 struct LatencyDispatchRequest {
   /// [T, H] BF16, or E4M3 if block_scales is given. May be null if num_tokens is 0.
   const void* x = nullptr;

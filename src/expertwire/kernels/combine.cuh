@@ -21,7 +21,7 @@ __device__ inline void report_stale(const CombineContext& c, u32 found) {
                CallFault{FaultKind::HANDLE_STALE, c.p.lane.lane, c.buffers.epoch, 0, 0, 0, c.p.call, found});
 }
 
-// A combine that did not complete shows no numbers. By every block that gave up, for all of the output.
+// A combine that did not complete shows no numbers. By every block that gave up or never began, for all of the output.
 __device__ inline void fill_with_nan(const CombineKernelParams& p) {
   const Word nan{kNanBf16Pair, kNanBf16Pair, kNanBf16Pair, kNanBf16Pair};
 #pragma unroll 1
@@ -49,6 +49,10 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   const bool replaces =
       kWhole && kSumsWithWeights && c.weights != nullptr && (num_rows_of(p.lane.state, c.rank) & kWeightsComeLate) == 0;
   Wait wait(p.lane, 1, c.buffers.epoch);
+  if (wait.is_over()) {
+    if (kReceives) fill_with_nan(p);
+    return;
+  }
   note_absent(p.lane, 1, c.buffers.epoch, wait);
   bool is_asked = false;  // for sums with other weights
   if (is_worker()) {
@@ -57,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
       stage_weights(c);
       return_pieces(c, replaces, first_return, wait);
     }
-    wait.look_at_abort();
     if constexpr (kSends) clear_old_weights(c, (c.buffers.route + kNumRouteBuffers - 1) % kNumRouteBuffers);
     if (replaces) drop_old_sums(p, c.buffers.epoch, dispatched);
     if constexpr (kReceives) sum_pieces(c, first_own, wait);

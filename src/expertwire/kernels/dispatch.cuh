@@ -29,8 +29,8 @@ __device__ inline void clear_old_tags(const DispatchContext& c) {
     store_relaxed_sys(weights + i, sentinel_word());
 }
 
-// A dispatch that did not complete shows no rows. By every block that gave up; a warp whose wait has ended notes no
-// counts any more.
+// A dispatch that did not complete shows no rows. By every block that gave up or never began; a warp whose wait has ended
+// notes no counts any more.
 __device__ inline void clear_counts(const DispatchKernelParams& p) {
 #pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < config::kMaxLocalExperts * kRanks; i += kBlockThreads) {
@@ -68,7 +68,6 @@ __device__ inline void move_rows(const DispatchContext& c, const MarkLoads& mark
     send_part(c, item / kParts, item % kParts, own);
     kept = item;
   }
-  wait.look_at_abort();
   clear_old_tags(c);
   const Cursor first(c, 1);
   const bool has_first = kRanks > 1 && first.may_be_sent() && !is_absent(first.source);
@@ -117,7 +116,6 @@ __device__ inline void send_rows(const DispatchContext& c, const MarkLoads& mark
 }
 
 __device__ inline void receive_rows(const DispatchContext& c, Wait& wait) {
-  wait.look_at_abort();
   const Cursor first(c, kFirstStep);
   const bool has_first = first.may_be_sent() && !is_absent(first.source);
   Received received;
@@ -158,6 +156,10 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   }
   const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
   Wait wait(p.lane, 0, c.buffers.epoch);
+  if (wait.is_over()) {
+    if (kReceives) clear_counts(p);
+    return;
+  }
   note_absent(p.lane, 0, c.buffers.epoch, wait);
   if (is_worker()) {
     if constexpr (kWhole)

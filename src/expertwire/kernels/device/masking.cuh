@@ -66,7 +66,7 @@ class MaskingWait {
     }
     return true;
   }
-  __device__ void look_at_abort() const {}  // its first look was at the start
+  __device__ static constexpr bool is_over() { return false; }  // then all others are absent
   __device__ bool failed() const { return failed_; }
   __device__ bool gone(i32 peer) const { return peer == gone_; }
 
@@ -116,7 +116,7 @@ class MaskingWait {
     start_ = 0;
     attend(now);
     if (now - since_ < lane_.wait.timeout_ns) return false;
-    report_loss(lane_.wait, Loss{lane_.rank, peer, operation_, epoch_, seen});
+    report_loss(lane_.wait, Loss{lane_.rank, peer, lane_.lane, operation_, epoch_, seen});
     return failed_ = true;
   }
 
@@ -127,7 +127,7 @@ class MaskingWait {
 
   // This rank was given up, or is stuck: the communicator ends.
   __device__ bool end(u32 seen) {
-    report_loss(lane_.wait, Loss{lane_.rank, lane_.rank, operation_, epoch_, seen});
+    report_loss(lane_.wait, Loss{lane_.rank, lane_.rank, lane_.lane, operation_, epoch_, seen});
     return failed_ = true;
   }
 

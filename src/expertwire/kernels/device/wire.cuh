@@ -1,7 +1,7 @@
 // Words on the wire: which constants a kernel was compiled for, sentinels, bounded polls, and the walk over work.
 //
 // `config` is made by the host for one communicator:
-//   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts kMaxInFlight
+//   kHiddenSize kNumExperts kNumLogicalExperts kPlaced kNumTopk kNumRanks kMaxTokens kMaxLocalExperts
 //   kFirstExpert[kNumRanks + 1] kEvenExperts kRankMajor kDirectSend kFp8 kPow2 kUe8m0 kScaleBlock kColumnScales kInvalidId
 //   kPhase kByBlocks kNumThreads kBlocksPerSm kWords kValidate kMask, of dispatch kMarkBatch kSenders, of combine kGather
 #pragma once
@@ -11,10 +11,19 @@
 
 namespace expertwire {
 
-constexpr Shape kShape{config::kNumRanks,    config::kNumExperts, config::kMaxLocalExperts,
-                       config::kHiddenSize,  config::kNumTopk,    config::kMaxTokens,
-                       config::kMaxInFlight, config::kFp8,        config::kUe8m0,
-                       config::kDirectSend,  config::kMask,       config::kScaleBlock};
+// Of one lane: a kernel has nothing to do with how many there are.
+constexpr Shape kShape{config::kNumRanks,
+                       config::kNumExperts,
+                       config::kMaxLocalExperts,
+                       config::kHiddenSize,
+                       config::kNumTopk,
+                       config::kMaxTokens,
+                       1,
+                       config::kFp8,
+                       config::kUe8m0,
+                       config::kDirectSend,
+                       config::kMask,
+                       config::kScaleBlock};
 constexpr InboxLayout kInbox = make_inbox_layout(kShape);
 constexpr LaneStateLayout kState = make_lane_state_layout(kShape);
 constexpr i32 kRanks = config::kNumRanks, kTopk = config::kNumTopk, kTopkPadded = padded_topk(kShape),
@@ -125,8 +134,13 @@ __device__ inline bool has_arrived(Word v) {
 }
 __device__ inline Word sentinel_word() { return Word{kSentinel, kSentinel, kSentinel, kSentinel}; }
 
+// One of a rank's operations among those that it may not have ended yet. Never 0.
+__device__ inline u32 operation_mark(i32 lane, i32 operation, u32 epoch) {
+  return epoch << 8 | static_cast<u32>(lane) << 2 | 2u | static_cast<u32>(operation);
+}
+
 struct Loss {
-  i32 rank, peer, operation;
+  i32 rank, peer, lane, operation;
   u32 epoch, seen;
 };
 
@@ -140,7 +154,7 @@ __device__ inline u32 seen_word(u64 packet) { return static_cast<u32>(packet >> 
 
 // By value and out of line: what waits stays in registers.
 __device__ __noinline__ void report_loss(const WaitParams params, const Loss loss) {
-  if (atomicCAS(params.abort, 0u, 1u) != 0u) return;
+  if (atomicCAS(params.abort, 0u, operation_mark(loss.lane, loss.operation, loss.epoch)) != 0u) return;
   LossReport* out = params.report;
   out->rank = loss.rank;
   out->peer = loss.peer;
@@ -157,11 +171,14 @@ __device__ __noinline__ void report_loss(const WaitParams params, const Loss los
 class EndingWait {
  public:
   __device__ EndingWait(const LaneParams& lane, i32 operation, u32 epoch)
-      : params_(lane.wait), rank_(lane.rank), operation_(operation), epoch_(epoch) {}
-  // Whether the communicator is over already: if so no poll waits any more, and the kernel ends as after a time-out. Asked
-  // for after the first stores, which are what the others wait for.
-  __device__ void look_at_abort() { ended_ = load_relaxed_sys(params_.abort); }
-  __device__ bool failed() const { return (failed_ | ended_) != 0; }
+      : params_(lane.wait), rank_(lane.rank), lane_(lane.lane), operation_(operation), epoch_(epoch) {}
+  // Whether a kernel before this one has ended the communicator, the same for all blocks, however late they begin. Then this
+  // one stores nothing to others: it has no rows that are right, and who waits for them finds out by a wait of its own.
+  __device__ bool is_over() const {
+    const u32 ended_in = load_relaxed_sys(params_.abort);
+    return ended_in != 0 && ended_in != operation_mark(lane_, operation_, epoch_);
+  }
+  __device__ bool failed() const { return failed_; }
   __device__ static constexpr bool gone(i32) { return false; }  // no rank is ever left out
 
   // Loads until `arrived`; false: given up. Looks at the clock and at the abort word now and then.
@@ -170,25 +187,25 @@ class EndingWait {
     u64 start = 0;
 #pragma unroll 1
     for (u32 polls = 1; !arrived(value); ++polls) {
-      if (failed()) return false;
+      if (failed_) return false;
       value = load();
       if (polls % 128 != 0) continue;
       const u64 now = global_nanoseconds();
       if (start == 0) start = now;
       if (load_relaxed_sys(params_.abort) == 0) {
         if (now - start < params_.timeout_ns) continue;
-        report_loss(params_, Loss{rank_, peer, operation_, epoch_, seen_word(value)});
+        report_loss(params_, Loss{rank_, peer, lane_, operation_, epoch_, seen_word(value)});
       }
-      failed_ = 1;
+      failed_ = true;
     }
     return true;
   }
 
  private:
   const WaitParams& params_;
-  i32 rank_, operation_;
+  i32 rank_, lane_, operation_;
   u32 epoch_;
-  u32 failed_ = 0, ended_ = 0;
+  bool failed_ = false;
 };
 
 template <typename Wait>

@@ -42,7 +42,7 @@ struct HostWords {  // all that kernels tell the host without being asked
 };
 
 struct WaitParams {
-  u32* abort;  // device word: not 0 once the communicator has ended
+  u32* abort;  // device word: the mark of the operation in which the communicator has ended, or 0
   LossReport* report;
   u64 timeout_ns;
 };
