@@ -284,9 +284,10 @@ class MoECommunicator(CommunicatorFacts):
         return lane_wait_counters(runtime, self._config, adapter_of(framework, self._device))
 
     def close(self) -> None:
-        """Ends this rank's part; peers that wait for it are told. Twice is fine.
+        """Ends this rank's part. Peers that wait for it are told on the CPU, and find out by their time-outs on CUDA.
 
-        Arrays that dispatch returned stay readable: the memory goes when the last of them does.
+        Twice is fine. Arrays that dispatch returned stay readable: the memory goes when the last of them does, and on
+        CUDA the last graph that holds one of the communicator's kernels.
         """
         if self._runtime is not None:
             self._runtime.close()

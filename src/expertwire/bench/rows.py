@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,8 @@ def main_rows(rows: list[Row]) -> list[Row]:
 
 def within_spread(ratio: float, figures: Sequence[PhaseSummary]) -> bool:
     """Whether a ratio of medians is no further from 1 than the medians of the rounds are from each other."""
-    return abs(ratio - 1) <= max(one.spread for one in figures)
+    further = max(ratio, 1 / ratio) if ratio > 0 else math.inf  # the same whichever of the two is named first
+    return further - 1 <= max(one.spread for one in figures)
 
 
 def workload_name(problem: Problem) -> str:

@@ -43,19 +43,16 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
     if constexpr (kReceives) first_own = load_own_facts(p, first_own_item());
   }
   u32* own_epoch = at<u32>(p.lane.state, kState.combine_epochs) + blockIdx.x;
-  const u32 previous = *own_epoch;
+  const u32 previous = *own_epoch, ended_in = load_relaxed_sys(p.lane.wait.abort);
   const u64 dispatched = *at<const u64>(p.lane.state, kState.dispatched);
   const CombineContext c = context_of(p, next_packet_epoch(previous), dispatched);
   const bool replaces =
       kWhole && kSumsWithWeights && c.weights != nullptr && (num_rows_of(p.lane.state, c.rank) & kWeightsComeLate) == 0;
-  Wait wait(p.lane, 1, c.buffers.epoch);
-  if (wait.is_over()) {
-    if (kReceives) fill_with_nan(p);
-    return;
-  }
+  Wait wait(p.lane, 1, c.buffers.epoch, ended_in);
+  const bool takes_part = may_store(wait);
   note_absent(p.lane, 1, c.buffers.epoch, wait);
   bool is_asked = false;  // for sums with other weights
-  if (is_worker()) {
+  if (takes_part && is_worker()) {
     if constexpr (kSends) {
       send_weights(c);
       stage_weights(c);
@@ -64,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
     if constexpr (kSends) clear_old_weights(c, (c.buffers.route + kNumRouteBuffers - 1) % kNumRouteBuffers);
     if (replaces) drop_old_sums(p, c.buffers.epoch, dispatched);
     if constexpr (kReceives) sum_pieces(c, first_own, wait);
-  } else if (has_packets()) {
+  } else if (takes_part && has_packets()) {
     exchange_packets(
         p.lane, c.buffers.epoch, (c.weights != nullptr ? kHasWeights : 0u) | (replaces ? kHearsBeforeItSums : 0u), wait,
         [&c](u8* inbox, i32 source) { return combine_packet(inbox, c.buffers, source); },
@@ -77,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   if (__syncthreads_or(wait.failed() || is_asked || c.stale ? 1 : 0) != 0) {
     if (kWhole && kSumsWithWeights && __syncthreads_or(is_asked ? 1 : 0) != 0 && is_worker())
       send_other_sums(p, c.buffers.epoch, dispatched);
-    if (c.stale && grid_thread() == 0) report_stale(c, static_cast<u32>(dispatched >> 32));
+    if (takes_part && c.stale && grid_thread() == 0) report_stale(c, static_cast<u32>(dispatched >> 32));
     if (__syncthreads_or(wait.failed() || c.stale ? 1 : 0) != 0) fill_with_nan(p);
   }
   if (threadIdx.x == 0) *own_epoch = c.buffers.epoch;

@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   if (p.num_tokens < 0) return;  // launched at construction so that no later launch has anything to load or to size
   const i32 rank = p.lane.rank;
   u32* own_epoch = at<u32>(p.lane.state, kState.dispatch_epochs) + blockIdx.x;
-  const u32 previous = *own_epoch;
+  const u32 previous = *own_epoch, ended_in = load_relaxed_sys(p.lane.wait.abort);
   MarkLoads mark_loads;
   Loaded loaded;
   if (kSends && is_worker()) {  // in flight while the block routes
@@ -155,20 +155,17 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
     if (first < p.num_tokens * kParts) loaded = load_part(p, first / kParts, first % kParts);
   }
   const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
-  Wait wait(p.lane, 0, c.buffers.epoch);
-  if (wait.is_over()) {
-    if (kReceives) clear_counts(p);
-    return;
-  }
+  Wait wait(p.lane, 0, c.buffers.epoch, ended_in);
+  const bool takes_part = may_store(wait);
   note_absent(p.lane, 0, c.buffers.epoch, wait);
-  if (is_worker()) {
+  if (takes_part && is_worker()) {
     if constexpr (kWhole)
       move_rows(c, mark_loads, loaded, wait);
     else if constexpr (kSends)
       send_rows(c, mark_loads, loaded);
     else
       receive_rows(c, wait);
-  } else if (has_packets()) {
+  } else if (takes_part && has_packets()) {
     exchange_packets(
         p.lane, c.buffers.epoch, 0, wait,
         [&c](u8* inbox, i32 source) { return dispatch_packet(inbox, c.buffers, source); }, [](u32, i32) {});

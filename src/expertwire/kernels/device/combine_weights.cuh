@@ -38,7 +38,7 @@ __device__ inline void clear_old_weights(const CombineContext& c, u32 old_buffer
 // and when all blocks have done so, the last one asks for others, which go where the first ones went.
 __device__ __noinline__ void drop_old_sums(const CombineKernelParams& p, u32 epoch, u64 dispatched) {
   const CombineContext c = context_of(p, epoch, dispatched);
-  Wait wait(p.lane, 1, epoch);
+  Wait wait(p.lane, 1, epoch, load_relaxed_sys(p.lane.wait.abort));
   for (i32 item = first_own_item(); item < c.num_tokens * kOutPieces; item += grid_warps()) {
     const i32 token = item / kOutPieces, piece = item % kOutPieces;
     const i32 rank_of_lane = load_own_facts(p, item).rank();
@@ -74,7 +74,7 @@ __device__ inline bool wants_others(const CombineContext& c, i32 source, u32 tol
 // By one block, after its share of everything else. Out of line, as what is rarely done: the rest keeps its registers.
 __device__ __noinline__ void send_other_sums(const CombineKernelParams& p, u32 epoch, u64 dispatched) {
   const CombineContext c = context_of(p, epoch, dispatched);
-  Wait wait(p.lane, 1, epoch);
+  Wait wait(p.lane, 1, epoch, load_relaxed_sys(p.lane.wait.abort));
   for (i32 source = 0; source < kRanks; ++source) {
     if (source == c.rank || is_absent(source)) continue;
     if (!wants_others(c, source,

@@ -47,8 +47,8 @@ __device__ inline u8* notices_of(const LaneParams& lane, i32 rank) { return lane
 // As EndingWait, but a rank that does not come is left out. `gone` says so of the rank that was given up last.
 class MaskingWait {
  public:
-  __device__ MaskingWait(const LaneParams& lane, i32 operation, u32 epoch)
-      : lane_(lane), operation_(operation), epoch_(epoch), failed_(load_relaxed_sys(lane.wait.abort) != 0) {
+  __device__ MaskingWait(const LaneParams& lane, i32 operation, u32 epoch, u32 ended_in)
+      : lane_(lane), operation_(operation), epoch_(epoch), failed_(ended_in != 0) {
     if (!failed_ && is_given_up()) end(0);
   }
 
@@ -66,7 +66,6 @@ class MaskingWait {
     }
     return true;
   }
-  __device__ static constexpr bool is_over() { return false; }  // then all others are absent
   __device__ bool failed() const { return failed_; }
   __device__ bool gone(i32 peer) const { return peer == gone_; }
 
@@ -180,6 +179,10 @@ struct WaitOf<true> {
   using Type = MaskingWait;
 };
 using Wait = WaitOf<config::kMask>::Type;
+
+// At the start of a kernel. Once the communicator has ended there are no rows that are right: nothing may be stored to others,
+// and who waits for it finds out by a wait of its own. (With masking there are no others then.)
+__device__ inline bool may_store(const Wait& wait) { return config::kMask || !wait.failed(); }
 
 // Which ranks this operation is without from its start, the same for all its blocks: a rank that is lost while it runs is
 // not among them, however late a block begins. After a failure there are no others at all.

@@ -170,13 +170,11 @@ __device__ __noinline__ void report_loss(const WaitParams params, const Loss los
 // (masking.cuh has the other kind.)
 class EndingWait {
  public:
-  __device__ EndingWait(const LaneParams& lane, i32 operation, u32 epoch)
-      : params_(lane.wait), rank_(lane.rank), lane_(lane.lane), operation_(operation), epoch_(epoch) {}
-  // Whether a kernel before this one has ended the communicator, the same for all blocks, however late they begin. Then this
-  // one stores nothing to others: it has no rows that are right, and who waits for them finds out by a wait of its own.
-  __device__ bool is_over() const {
-    const u32 ended_in = load_relaxed_sys(params_.abort);
-    return ended_in != 0 && ended_in != operation_mark(lane_, operation_, epoch_);
+  // `ended_in`: the abort word, asked for with the first loads. If a kernel before this one has ended the communicator, this one
+  // has failed from its start: the same for all blocks, however late they begin.
+  __device__ EndingWait(const LaneParams& lane, i32 operation, u32 epoch, u32 ended_in)
+      : params_(lane.wait), rank_(lane.rank), lane_(lane.lane), operation_(operation), epoch_(epoch) {
+    failed_ = ended_in != 0 && ended_in != operation_mark(lane_, operation_, epoch_);
   }
   __device__ bool failed() const { return failed_; }
   __device__ static constexpr bool gone(i32) { return false; }  // no rank is ever left out
@@ -205,7 +203,7 @@ class EndingWait {
   const WaitParams& params_;
   i32 rank_, lane_, operation_;
   u32 epoch_;
-  bool failed_ = false;
+  bool failed_;
 };
 
 template <typename Wait>
