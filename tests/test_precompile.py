@@ -42,6 +42,38 @@ def test_a_suffix_of_the_architecture_makes_no_difference(tmp_path: Path) -> Non
     assert ": 0 compiled" in expertwire_compile(tmp_path, *options, "sm_90a").stdout
 
 
+def test_kernels_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = (*SMALL, "--layout", "rank-major", "--combine-mode", "direct-send", "--architecture", "sm_90")
+    done = expertwire_compile(tmp_path / "file" / "cache", *options)
+    assert done.returncode == 1
+    assert ": 4 compiled, 0 in the cache" in done.stdout
+    wanted = "4 kernels were compiled and could not be kept: set EXPERTWIRE_CACHE_DIR to a folder that can be written"
+    assert wanted in " ".join(done.stderr.split())
+
+
+def test_what_else_communicators_are_made_with(tmp_path: Path) -> None:
+    """Each option stands for kernels of its own; what makes no difference to kernels finds them in the cache."""
+    options = (*SMALL, "--layout", "rank-major", "--combine-mode", "direct-send", "--architecture", "sm_90")
+    for extra in ((), ("--validate",), ("--mask", "--two-phase"), ("--block-overlap",)):
+        done = expertwire_compile(tmp_path, *options, *extra)
+        assert done.returncode == 0, done.stderr
+        assert ": 0 compiled" not in done.stdout
+    same = """
+import expertwire as ew
+from expertwire.precompile import precompile
+config = ew.MoECommunicatorConfig(num_experts=6, hidden_size=256, num_topk=2, max_tokens_per_rank=16, max_in_flight=3,
+    timeout_s=7.0, output_layout=ew.DispatchLayout.RANK_MAJOR, combine_mode=ew.CombineMode.DIRECT_SEND)
+print([image.from_cache for image in precompile(config, 3, "sm_90")])
+"""
+    environment = os.environ | {"EXPERTWIRE_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", same], capture_output=True, text=True, timeout=110, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.strip(" []\n").split(", ")) == {"True"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

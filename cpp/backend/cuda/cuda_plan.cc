@@ -104,8 +104,8 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
   if (plan.dispatch_shared_bytes + kStaticSharedBytes > facts.max_shared_bytes) {
     refuse("num_experts = " + std::to_string(problem.shape.num_experts) +
            " with max_tokens_per_rank = " + std::to_string(problem.shape.max_tokens_per_rank) + ": routing needs " +
-           std::to_string(plan.dispatch_shared_bytes + kStaticSharedBytes) + " bytes of shared memory, the device has " +
-           std::to_string(facts.max_shared_bytes));
+           std::to_string(plan.dispatch_shared_bytes + kStaticSharedBytes) +
+           " bytes of shared memory, the device has " + std::to_string(facts.max_shared_bytes));
   }
   // A warp for each part of an own token's row, as if it were BF16.
   plan.small_work_tokens =

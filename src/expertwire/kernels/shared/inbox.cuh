@@ -16,10 +16,11 @@ namespace expertwire {
 
 constexpr u32 kSentinel = 0xFFFFFFFFu;         // "has not arrived", in every 32-bit word of rows, ids and weights
 constexpr u32 kNoExpert = 0xFFFFFFFEu;         // a routed id that selects nothing
-constexpr u32 kLastPacketEpoch = 0xFFFFFFFCu;  // a multiple of 2 and 3: buffers keep alternating across the wrap to 1
+constexpr u32 kLastPacketEpoch = 0xFFFFFFFCu;  // buffers keep alternating across the wrap to 1
 constexpr i32 kMaxBlocks = 1024;               // of a grid; each block has epochs of its own
 constexpr i32 kNumRowBuffers = 2;
 constexpr i32 kNumRouteBuffers = 3;
+static_assert(kLastPacketEpoch % static_cast<u32>(kNumRowBuffers * kNumRouteBuffers) == 0);
 
 EW_HOST_DEVICE constexpr u32 next_packet_epoch(u32 epoch) { return epoch == kLastPacketEpoch ? 1u : epoch + 1u; }
 EW_HOST_DEVICE constexpr i32 padded_topk(const Shape& shape) { return (shape.num_topk + 3) / 4 * 4; }
