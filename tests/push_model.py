@@ -116,6 +116,11 @@ class PushProtocol:
                 words[at] = 0
         return self._with_rank(state._replace(words=tuple(words)), me, uncleared=0)
 
+    def _store_row(self, state: _State, me: int, peer: int, operation: Operation, value: int) -> _State:
+        if not self._has_row(operation, me, peer) or (me, peer) in self.scenario.cut:
+            return state
+        return state._replace(words=_replaced(state.words, self._at(peer, me, operation, ROW), value))
+
     # What a rank and a block become
 
     def _with_rank(self, state: _State, me: int, **changes: Any) -> _State:
@@ -147,7 +152,8 @@ class PushProtocol:
 
     def _todo(self, me: int, which: int, operation: Operation, absent: int) -> list[tuple[int, int]]:
         """What a block stores, to whom."""
-        pairs = [(kind, peer) for kind in self._kinds(which, operation) for peer in self._peers(me, absent)]
+        kinds = [kind for kind in self._kinds(which, operation) if kind != ROW or not operation.awaits_weights]
+        pairs = [(kind, peer) for kind in kinds for peer in self._peers(me, absent)]
         return [(kind, peer) for kind, peer in pairs if kind != ROW or self._has_row(operation, me, peer)]
 
     def _awaited(self, me: int, which: int, operation: Operation, absent: int, phase: int) -> list[tuple[int, int]]:
@@ -224,7 +230,10 @@ class PushProtocol:
                 continue
             is_blocked = True
             if rank.ended_in or (rank.lost_in[peer] and self.scenario.mask):
-                yield (me, "goes without rank", peer, operation), self._know(state, me, which, index, MISSED)
+                after = self._know(state, me, which, index, MISSED)
+                if kind == PACKET and operation.awaits_weights and self.change is Break.SUMS_WITHOUT_WEIGHTS:
+                    after = self._store_row(after, me, peer, operation, -1)
+                yield (me, "goes without rank", peer, operation), after
             elif not rank.is_given_up and self._may_give_up(state, me, peer):  # it looks for that first
                 yield self._give_up(state, me, peer, operation)
         if is_blocked:
@@ -237,6 +246,8 @@ class PushProtocol:
         block = state.ranks[me].blocks[which]
         operation = self.operations[block.operation]
         kind, peer = self.awaited(me, which, operation, block.absent, block.phase)[index]
+        if kind == PACKET and operation.awaits_weights:
+            state = self._store_row(state, me, peer, operation, operation.serial)
         if kind == PACKET and word & LOSSES:
             state = self._unite(state, me, state.notices[self._notice(peer, me)], operation)
         elif kind == ROW and word != operation.serial and not state.ranks[me].ended_in:
@@ -325,7 +336,8 @@ class PushProtocol:
         if (peer, me) in self.scenario.cut:
             return True
         if any(block.phase in WAITING for block in other.blocks):
-            return self.change is Break.NO_BEATS
+            knows_no_beats = not self.scenario.mask or self.change is Break.NO_BEATS
+            return knows_no_beats and self.scenario.give_up is GiveUp.ANY_TIME
         is_late = self.scenario.late is None or peer in self.scenario.late
         return self.scenario.give_up is GiveUp.ANY_TIME and is_late
 

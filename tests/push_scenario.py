@@ -28,6 +28,7 @@ class Break(Enum):
     UNDATED_WORD = auto()  # what a block says of counts does not say in which operation
     SHARED_SLOTS = auto()  # rows of different sources arrive in one place
     ENDED_SENDS = auto()  # kernels that follow one that has ended the communicator store all the same
+    SUMS_WITHOUT_WEIGHTS = auto()  # a rank whose wait for weights has expired sums without them
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Scenario:
 
     Attributes:
         num_ranks: ranks.
-        program: operations in order, e.g. ``"D0 C0 D1"``: dispatch or combine, and the lane.
+        program: operations in order, e.g. ``"D0 C0 D1"``: dispatch or combine, and the lane; W stands for a combine
+            whose rows are sums with weights that come from their reader, beside its packet.
         mask: policy on loss: go on without the lost ranks, or raise.
         give_up: when a rank may be given up; at any time means unless it says that it waits.
         max_deaths: how many ranks may die, each before any of its steps.
@@ -74,6 +76,10 @@ class Operation:
     def has_counts(self) -> bool:
         return self.name[0] == "D"
 
+    @property
+    def awaits_weights(self) -> bool:
+        return self.name[0] == "W"
+
 
 def operations_of(scenario: Scenario) -> list[Operation]:
     """Return the operations of a program, each with its place in its channel."""
@@ -92,5 +98,5 @@ def operations_of(scenario: Scenario) -> list[Operation]:
 def words_of(part: Any) -> str:
     if not isinstance(part, Operation):
         return str(part)
-    kind = {"D": "dispatch", "C": "combine"}[part.name[0]]
+    kind = {"D": "dispatch", "C": "combine", "W": "combine with weights"}[part.name[0]]
     return f"{kind} {part.serial} (lane {part.name[1:]})"

@@ -159,19 +159,20 @@ def _come_late(group: ew.Group, place: Place, case: Case, delays: tuple[float, .
         for step in range(NUM_LATE_STEPS):
             inputs = case.inputs(step)
             answers, wanted = _answers(case, step)
-            given = inputs[comm.rank]
+            given, replaced = inputs[comm.rank], case.replaced_weights(step)
             arrays = [to_device(array, place.device) for array in (given.x, given.topk_ids, given.weights)]
+            weights = to_device(replaced[comm.rank] if replaced else None, place.device)
             combined = poison(torch.empty_like(arrays[0]))
-            steps.append((arrays, to_device(answers[comm.rank], place.device), combined, wanted[comm.rank]))
+            steps.append((arrays, to_device(answers[comm.rank], place.device), weights, combined, wanted[comm.rank]))
         torch.cuda.current_stream().synchronize()
         barrier.wait()
         time.sleep(delays[comm.rank] * LATE_TIMEOUT_S)
         looks = delays[comm.rank] > 0  # the first makes all its calls at once
         num_right = 0
         try:
-            for arrays, answer, combined, wanted in steps:
+            for arrays, answer, weights, combined, wanted in steps:
                 _, handle = comm.dispatch(*arrays)
-                comm.combine(answer, handle, out=combined)
+                comm.combine(answer, handle, weights=weights, out=combined)
                 if not looks:
                     continue
                 torch.cuda.current_stream().synchronize()
@@ -197,7 +198,7 @@ def _answers(case: Case, step: int) -> tuple[list[np.ndarray], list[np.ndarray]]
             shape.insert(1, case.num_topk)
         rng = np.random.default_rng((step, rank))
         answers.append(rng.standard_normal(shape, np.float32).astype(reference.BF16))
-    return answers, reference.combine(case.config, inputs, answers)
+    return answers, reference.combine(case.config, inputs, answers, case.replaced_weights(step))
 
 
 @EVERY_WAY
@@ -207,6 +208,16 @@ def test_who_comes_after_a_time_out_gets_right_rows_or_an_error(way: tuple, dela
     case = Case(f"late-{way_name(*way)}", (9, 9, 9), 6, 64, 3, layout=way[0], combine_mode=way[1], weights="router")
     num_right = run_virtual(_come_late, share(3), case, delays, threading.Barrier(3, timeout=60))
     assert max(num_right) == 0  # the first rank never answered
+
+
+@pytest.mark.parametrize("given", ["none", "router"])
+@pytest.mark.parametrize("delays", DELAYS.values(), ids=DELAYS.keys())
+def test_who_comes_late_with_weights_for_combine_gets_no_sums_without_them(
+    given: str, delays: tuple[float, ...]
+) -> None:
+    case = Case(f"late-weights-{given}", (9, 9, 9), 6, 64, 3, weights=given, new_weights="all")
+    num_right = run_virtual(_come_late, share(3), case, delays, threading.Barrier(3, timeout=60))
+    assert max(num_right) == 0
 
 
 def _take_down_beside(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier) -> float:

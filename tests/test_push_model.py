@@ -29,7 +29,7 @@ def one_way(num_operations: int) -> frozenset[tuple[int, int, int]]:
     return frozenset((index, 0, 1) for index in range(num_operations))
 
 
-@pytest.mark.parametrize("program", ["D0 D0 D0", "D0 C0 D0 C0", "C0 C0 C0", "D0 D1 C0 C1"])
+@pytest.mark.parametrize("program", ["D0 D0 D0", "D0 C0 D0 C0", "C0 C0 C0", "D0 D1 C0 C1", "D0 W0 D0 W0"])
 def test_nobody_is_late(program: str) -> None:
     num_operations = len(program.split())
     assert_holds(Scenario(2, program))
@@ -53,12 +53,12 @@ def test_two_ranks_of_which_any_is_late_or_dies(program: str) -> None:
     assert_holds(Scenario(2, program, True, GiveUp.ANY_TIME, max_deaths=1))
 
 
-@pytest.mark.parametrize("program", ["D0 C0", "D0 D0", "C0 C0", "D0 D0 D0"])
+@pytest.mark.parametrize("program", ["D0 C0", "D0 D0", "C0 C0", "W0 W0", "D0 D0 D0"])
 def test_two_ranks_of_which_any_is_late_and_the_other_ends(program: str) -> None:
     assert_holds(Scenario(2, program, give_up=GiveUp.ANY_TIME))
 
 
-@pytest.mark.parametrize("program", ["D0 D0", "C0 C0 C0"])
+@pytest.mark.parametrize("program", ["D0 D0", "C0 C0 C0", "W0 W0"])
 def test_three_ranks_of_which_one_is_late_and_others_end(program: str) -> None:
     late = frozenset({1})
     assert_holds(Scenario(3, program, give_up=GiveUp.ANY_TIME, late=late, num_blocks=1, in_turn=True))
@@ -97,6 +97,7 @@ MISTAKES = [
     (Break.TRUST_LOST, replace(LATE, program="C0 C0 C0", num_blocks=1), "wrong row"),
     (Break.SHARED_SLOTS, LATE_ROWS, "wrong row"),
     (Break.ENDED_SENDS, Scenario(2, "D0 C0", give_up=GiveUp.ANY_TIME), "wrong row"),
+    (Break.SUMS_WITHOUT_WEIGHTS, Scenario(2, "D0 W0", give_up=GiveUp.ANY_TIME), "wrong row"),
 ]
 
 

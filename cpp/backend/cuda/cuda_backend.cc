@@ -220,6 +220,7 @@ CudaBackend::~CudaBackend() { release(); }
 
 // The caller's stream is not touched after this, for it may be gone before the buffers are.
 void CudaBackend::close() noexcept {
+  release_what_graphs_dropped();
   if (!last_stream_) return;
   const Driver& cuda = driver();
   if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)

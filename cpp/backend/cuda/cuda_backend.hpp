@@ -97,7 +97,7 @@ class CudaBackend final : public Backend {
   CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow
   std::optional<CUstream> last_stream_;
   // Of work that goes into a graph: the capture, and which of its streams came last. Not touched once that has ended.
-  std::uint64_t capture_ = 0;
+  std::optional<std::uint64_t> capture_;
   CUevent last_captured_work_ = nullptr;
   CUstream last_captured_stream_ = nullptr;
   std::vector<Lane> lanes_;

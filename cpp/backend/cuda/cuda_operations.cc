@@ -4,6 +4,7 @@
 
 #include "backend/cuda/cuda_backend.hpp"
 #include "backend/cuda/driver.hpp"
+#include "expertwire/error.hpp"
 #include "shared/inbox.cuh"
 
 namespace expertwire::cuda {
@@ -101,7 +102,9 @@ void CudaBackend::follow(CUstream stream, void* wait_event) {
   CUgraph graph = nullptr;
   cuda::check(cuda.cuStreamGetCaptureInfo(stream, &status, &capture, &graph, nullptr, nullptr),
               "cuStreamGetCaptureInfo");
-  if (status != CU_STREAM_CAPTURE_STATUS_NONE) {
+  if (status == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
+    throw Error(ErrorCode::InvalidArgument, "stream: its capture has been invalidated by what was done before; end it");
+  if (status == CU_STREAM_CAPTURE_STATUS_ACTIVE) {
     follow_captured(stream, capture, graph);
   } else {
     if (last_stream_ && *last_stream_ != stream) {

@@ -49,9 +49,10 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   const bool replaces =
       kWhole && kSumsWithWeights && c.weights != nullptr && (num_rows_of(p.lane.state, c.rank) & kWeightsComeLate) == 0;
   Wait wait(p.lane, 1, c.buffers.epoch, ended_in);
-  const bool takes_part = may_store(wait);
+  const bool takes_part = may_store(p.lane, wait);
   note_absent(p.lane, 1, c.buffers.epoch, wait);
-  bool is_asked = false;  // for sums with other weights
+  bool is_asked = false;    // for sums with other weights
+  bool lacks_sums = false;  // made with old weights: what comes in their place may still be one of them
   if (takes_part && is_worker()) {
     if constexpr (kSends) {
       send_weights(c);
@@ -59,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
       return_pieces(c, replaces, first_return, wait);
     }
     if constexpr (kSends) clear_old_weights(c, (c.buffers.route + kNumRouteBuffers - 1) % kNumRouteBuffers);
-    if (replaces) drop_old_sums(p, c.buffers.epoch, dispatched);
-    if constexpr (kReceives) sum_pieces(c, first_own, wait);
+    if (replaces) lacks_sums = __any_sync(kAllLanes, drop_old_sums(p, c.buffers.epoch, dispatched) ? 1 : 0) != 0;
+    if (kReceives && !lacks_sums) sum_pieces(c, first_own, wait);
   } else if (takes_part && has_packets()) {
     exchange_packets(
         p.lane, c.buffers.epoch, (c.weights != nullptr ? kHasWeights : 0u) | (replaces ? kHearsBeforeItSums : 0u), wait,
@@ -71,11 +72,13 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
     if (kReceives && lane_idx() == 0) count_answers(p.lane.state);
   }
   if constexpr (!kReceives) return;
-  if (__syncthreads_or(wait.failed() || is_asked || c.stale ? 1 : 0) != 0) {
+  // With the abort word, for a block may begin when another has given up.
+  const bool has_failed = wait.failed() || lacks_sums || c.stale || ended_in != 0;
+  if (__syncthreads_or(has_failed || is_asked ? 1 : 0) != 0) {
     if (kWhole && kSumsWithWeights && __syncthreads_or(is_asked ? 1 : 0) != 0 && is_worker())
       send_other_sums(p, c.buffers.epoch, dispatched);
     if (takes_part && c.stale && grid_thread() == 0) report_stale(c, static_cast<u32>(dispatched >> 32));
-    if (__syncthreads_or(wait.failed() || c.stale ? 1 : 0) != 0) fill_with_nan(p);
+    if (__syncthreads_or(has_failed ? 1 : 0) != 0) fill_with_nan(p);
   }
   if (threadIdx.x == 0) *own_epoch = c.buffers.epoch;
 }

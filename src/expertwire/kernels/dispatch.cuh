@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   }
   const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
   Wait wait(p.lane, 0, c.buffers.epoch, ended_in);
-  const bool takes_part = may_store(wait);
+  const bool takes_part = may_store(p.lane, wait);
   note_absent(p.lane, 0, c.buffers.epoch, wait);
   if (takes_part && is_worker()) {
     if constexpr (kWhole)
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
         [&c](u8* inbox, i32 source) { return dispatch_packet(inbox, c.buffers, source); }, [](u32, i32) {});
   }
   if constexpr (!kReceives) return;
-  if (__syncthreads_or(wait.failed() ? 1 : 0) != 0) clear_counts(p);
+  if (__syncthreads_or(wait.failed() || ended_in != 0 ? 1 : 0) != 0) clear_counts(p);
   finish_rows(c, wait);
   if (threadIdx.x == 0) *own_epoch = c.buffers.epoch;
 }

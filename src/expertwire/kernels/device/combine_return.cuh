@@ -101,6 +101,8 @@ __device__ inline void return_piece(const CombineContext& c, i32 source, i32 ite
         take_own_weight(c, facts);
       else if (hears_first)
         take_late_weight(c, source, facts, wait);
+      // Without its weight a sum is wrong, and a peer that was only late would take it.
+      if (hears_first && __any_sync(kAllLanes, wait.failed() ? 1 : 0) != 0) return;
       const Sums sums = reduce_rows(c, facts.selections, piece);
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u) facts.words[u] = sums.of[u].round();

@@ -35,8 +35,9 @@ __device__ inline void clear_old_weights(const CombineContext& c, u32 old_buffer
 
 // Weights for combine in place of those of dispatch. A rank that brings some hears of its peers' before it sums for them.
 // A rank that brings none cannot know, and its sums with the old weights are on their way: they are taken and dropped,
-// and when all blocks have done so, the last one asks for others, which go where the first ones went.
-__device__ __noinline__ void drop_old_sums(const CombineKernelParams& p, u32 epoch, u64 dispatched) {
+// and when all blocks have done so, the last one asks for others, which go where the first ones went. Returns whether some
+// have not come in time: what comes later in their place may be old.
+__device__ __noinline__ bool drop_old_sums(const CombineKernelParams& p, u32 epoch, u64 dispatched) {
   const CombineContext c = context_of(p, epoch, dispatched);
   Wait wait(p.lane, 1, epoch, load_relaxed_sys(p.lane.wait.abort));
   for (i32 item = first_own_item(); item < c.num_tokens * kOutPieces; item += grid_warps()) {
@@ -54,16 +55,17 @@ __device__ __noinline__ void drop_old_sums(const CombineKernelParams& p, u32 epo
     }
   }
   sync_workers();
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0) return wait.failed();
   u32* num_blocks_done = at<u32>(c.p.lane.state, kState.num_blocks_done);
   __threadfence_system();  // what the block has cleared comes before the request
-  if (atomicAdd(num_blocks_done, 1u) != gridDim.x - 1) return;
+  if (atomicAdd(num_blocks_done, 1u) != gridDim.x - 1) return wait.failed();
   *num_blocks_done = 0;
   __threadfence_system();
   for (i32 peer = 0; peer < kRanks; ++peer) {
     if (peer != c.rank && !is_absent(peer))
       store_release_sys(repeat_packet(c.p.lane.inboxes[peer], c.buffers, c.rank), u64{c.buffers.epoch} << 32);
   }
+  return wait.failed();
 }
 
 // Whether a peer, whose packet is here, will ask for other sums. (Where this rank heard of its weights first, it will not.)

@@ -182,7 +182,11 @@ using Wait = WaitOf<config::kMask>::Type;
 
 // At the start of a kernel. Once the communicator has ended there are no rows that are right: nothing may be stored to others,
 // and who waits for it finds out by a wait of its own. (With masking there are no others then.)
-__device__ inline bool may_store(const Wait& wait) { return config::kMask || !wait.failed(); }
+__device__ inline bool may_store(const LaneParams& lane, const Wait& wait) {
+  if (config::kMask || !wait.failed()) return true;
+  store_relaxed_sys(lane.wait.abort, kEndedBefore);
+  return false;
+}
 
 // Which ranks this operation is without from its start, the same for all its blocks: a rank that is lost while it runs is
 // not among them, however late a block begins. After a failure there are no others at all.

@@ -134,10 +134,12 @@ __device__ inline bool has_arrived(Word v) {
 }
 __device__ inline Word sentinel_word() { return Word{kSentinel, kSentinel, kSentinel, kSentinel}; }
 
-// One of a rank's operations among those that it may not have ended yet. Never 0.
+// A kernel among those that may end the communicator next: neither 0 nor kEndedBefore.
 __device__ inline u32 operation_mark(i32 lane, i32 operation, u32 epoch) {
-  return epoch << 8 | static_cast<u32>(lane) << 2 | 2u | static_cast<u32>(operation);
+  constexpr u32 receives_alone = kSends ? 0u : 1u << 8;  // the send of its operation is another kernel
+  return epoch << 9 | receives_alone | static_cast<u32>(lane) << 2 | 2u | static_cast<u32>(operation);
 }
+constexpr u32 kEndedBefore = 1u;  // from the first kernel on that finds the communicator ended: no mark comes again
 
 struct Loss {
   i32 rank, peer, lane, operation;
