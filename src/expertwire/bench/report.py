@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from expertwire.bench.rows import within_spread
@@ -17,6 +20,9 @@ _LEGEND = (
 )
 #: Libraries of one run up to which each is compared with each other; files and pages always hold all ratios.
 _MOST_COMPARED = 3
+_FIGURES = ("min", "median", "p99", "max", "fastest", "GB/s", "spread")
+#: What a narrow terminal goes without, the first first. What is left is shown whole, if need be beyond the edge.
+_LEFT_OUT_FIRST = ("max", "fastest", "min", "GB/s", "p99")
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -27,18 +33,12 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _print_run(run: Run, console: Console) -> None:
-    table = Table(title=run.problem.title(), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("LIB")
-    table.add_column("phase")
-    for heading in ("min", "median", "p99", "max", "fastest", "GB/s", "spread"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for lib in _compared(run):
-        table.add_column(f"x {lib}", justify="right", no_wrap=True)
-    table.add_column("notes", justify="right")
-    for number, result in enumerate(run.results, 1):
-        for phase, summary in result.phases.items():
-            table.add_row(result.lib, phase, *_cells(run, phase, summary), str(number))
-    console.print(table)
+    console.print(run.problem.title(), style="bold", highlight=False, markup=False)
+    table, left_out = _fitting(run, console)
+    console.print(table, crop=False)
+    if left_out:
+        told = f"not shown at this width: {', '.join(left_out)} (--json holds them)"
+        console.print(told, style="dim", highlight=False)
     for result in run.results:
         if result.status is not Status.OK:
             console.print(f"{result.lib}: {_why(result)}", style=_style(result), highlight=False, markup=False)
@@ -51,6 +51,33 @@ def _print_run(run: Run, console: Console) -> None:
             if result.hidden_us:
                 console.print(_hidden(run, result), highlight=False, markup=False)
     console.print()
+
+
+def _fitting(run: Run, console: Console) -> tuple[Table, Sequence[str]]:
+    """Return a table that fits the console, if one does, and the figures that it has not."""
+    without_limit = console.options.update(width=10_000)
+    for count in range(len(_LEFT_OUT_FIRST) + 1):
+        left_out = _LEFT_OUT_FIRST[:count]
+        table = _table(run, left_out)
+        table.width = Measurement.get(console, without_limit, table).maximum
+        if table.width <= console.width:
+            break
+    return table, left_out
+
+
+def _table(run: Run, left_out: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("LIB", "phase"):
+        table.add_column(heading, no_wrap=True)
+    shown = [index for index, name in enumerate(_FIGURES) if name not in left_out]
+    for heading in (*(_FIGURES[index] for index in shown), *(f"x {lib}" for lib in _compared(run)), "notes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, result in enumerate(run.results, 1):
+        for phase, summary in result.phases.items():
+            figures = _cells(summary)
+            ratios = [_ratio(summary, run.result(other).phases.get(phase), other) for other in _compared(run)]
+            table.add_row(result.lib, phase, *(figures[index] for index in shown), *ratios, str(number))
+    return table
 
 
 def _hidden(run: Run, result: LibResult) -> str:
@@ -77,10 +104,10 @@ def _compared(run: Run) -> list[str]:
     return measured if len(measured) > 1 else []
 
 
-def _cells(run: Run, phase: str, summary: PhaseSummary) -> list[str]:
+def _cells(summary: PhaseSummary) -> list[str]:
+    """Return what stands under _FIGURES."""
     times = (summary.min_us, summary.median_us, summary.p99_us, summary.max_us, summary.fastest_rank_us)
-    cells = [*(f"{time:.1f}" for time in times), f"{summary.gb_per_s:.2f}", f"{summary.spread:.0%}"]
-    return cells + [_ratio(summary, run.result(other).phases.get(phase), other) for other in _compared(run)]
+    return [*(f"{time:.1f}" for time in times), f"{summary.gb_per_s:.2f}", f"{summary.spread:.0%}"]
 
 
 def _ratio(summary: PhaseSummary, others: PhaseSummary | None, other: str) -> str:
