@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 import reports
+from expertwire.bench.page import make_page
 from expertwire.bench.report import print_report
+from expertwire.bench.rows import two_digits
 from expertwire.bench.schema import PHASES, Problem, Report
 
 
@@ -59,3 +61,18 @@ def test_what_no_terminal_holds_is_as_wide_as_it_needs() -> None:
     assert headings[:4] == ["LIB", "phase", "median", "spread"]
     assert len(rows) == 3 * len(PHASES)
     assert {row[1] for row in rows} == set(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(0.0, "0.00"), (0.00123, "0.0012"), (0.0996, "0.10"), (0.123, "0.12"), (1.0, "1.00"), (45.594, "45.59")],
+)
+def test_ratios_have_two_significant_digits_at_least(ratio: float, text: str) -> None:
+    assert two_digits(ratio) == text
+
+
+def test_small_ratios_are_the_same_in_the_table_and_on_the_page() -> None:
+    floor = next(row for row in table(three_libs(), 150) if row[:2] == ["floor", "pair"])
+    assert floor[-4:-1] == ["0.010", "0.0010", "-"]
+    page = make_page([("a.json", three_libs())])
+    assert page.count(f'<td class="n">{floor[-4]}</td><td class="n">{floor[-3]}</td><td class="n">-</td>') > 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from expertwire.bench.rows import Row, rows_of, sizes, way, within_spread
+from expertwire.bench.rows import Row, ratio_of, rows_of, sizes, way, within_spread
 from expertwire.bench.schema import Report, Status
 from expertwire.errors import InvalidArgumentError
 
@@ -28,7 +28,7 @@ class Change:
     @property
     def ratio(self) -> float:
         """The median after over the median before."""
-        return self.after.figures.median_us / self.before.figures.median_us
+        return ratio_of(self.after.figures, self.before.figures)
 
     @property
     def spread(self) -> float:

@@ -91,7 +91,7 @@ def sweep(pairs: list[Row], name: str) -> Iterable[Lines]:
         times = [y for one in series for _, y in one.points]
         title = f"Time over {SWEPT[name].split(',')[0]}: {_others(rows[0].problem, name)}"
         log_x = values[-1] >= 4 * values[0]
-        log_y = max(times) > 20 * min(times)
+        log_y = max(times) > 20 * min(times) > 0
         yield Lines(title, SWEPT[name], _TIME, tuple(series), log_x, log_y, tuple(values))
 
 

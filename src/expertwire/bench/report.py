@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from expertwire.bench.rows import within_spread
+from expertwire.bench.rows import ratio_text
 from expertwire.bench.schema import LibResult, PhaseSummary, Report, Run, Status
 
 _LEGEND = (
@@ -87,7 +87,7 @@ def _hidden(run: Run, result: LibResult) -> str:
         return ""
     pair = pairs.median_us
     saved = (
-        f"{time:.1f} us ({time / pair:.0%}) in {phase.removeprefix('batches-').replace('-', ' ')}"
+        f"{time:.1f} us ({time / pair if pair else 0:.0%}) in {phase.removeprefix('batches-').replace('-', ' ')}"
         for phase, time in result.hidden_us.items()
     )
     return (
@@ -111,10 +111,7 @@ def _cells(summary: PhaseSummary) -> list[str]:
 
 
 def _ratio(summary: PhaseSummary, others: PhaseSummary | None, other: str) -> str:
-    if others is None or other not in summary.ratio_to:
-        return "-"
-    ratio = summary.ratio_to[other]
-    return ("~ " if within_spread(ratio, [summary, others]) else "") + f"{ratio:.2f}"
+    return "-" if others is None or other not in summary.ratio_to else ratio_text(summary, others)
 
 
 def _why(result: LibResult) -> str:

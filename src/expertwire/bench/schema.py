@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +168,16 @@ Samples: TypeAlias = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
+class Minimum:
+    """Stands beside the type of a number in a file that must be at least this."""
+
+    value: float
+
+
+NonNegative: TypeAlias = Annotated[float, Minimum(0)]
+
+
+@dataclass(frozen=True)
 class PhaseSummary:
     """Figures of one phase of one library, over the iterations, of the slowest rank of each iteration.
 
@@ -180,14 +190,14 @@ class PhaseSummary:
         ratio_to: this median over the median of each other library of the same run.
     """
 
-    min_us: float
-    median_us: float
-    p99_us: float
-    max_us: float
-    fastest_rank_us: float
-    gb_per_s: float
-    spread: float
-    ratio_to: dict[str, float] = field(default_factory=dict)
+    min_us: NonNegative
+    median_us: NonNegative
+    p99_us: NonNegative
+    max_us: NonNegative
+    fastest_rank_us: NonNegative
+    gb_per_s: NonNegative
+    spread: NonNegative
+    ratio_to: dict[str, NonNegative] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,7 +236,7 @@ class Run:
     """
 
     problem: Problem
-    bytes_per_rank: float
+    bytes_per_rank: NonNegative
     results: tuple[LibResult, ...]
 
     def result(self, lib: str) -> LibResult:

@@ -1,0 +1,95 @@
+"""Comparisons of two benchmark files: what changed, what differs beside it, and what cannot be compared."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import reports
+from expertwire.bench.compare import compare
+from expertwire.bench.report import print_report
+from expertwire.bench.schema import LibResult, Problem, Report, Status
+from expertwire.bench.summary import summarize
+
+BUSY = replace(reports.simple(20), machine={**reports.MACHINE, "load_average_1min": 9.0, "kernel": "Linux 9"})
+
+
+def test_what_is_slower_beyond_the_spread_is_a_regression() -> None:
+    found = compare(reports.simple(20), reports.simple(23))
+    assert {change.before.lib: change.word for change in found.changes} == {"expertwire": "slower", "floor": "same"}
+    assert len(found.regressions(0.05)) == 3
+    assert found.regressions(0.2) == []
+
+
+def test_what_is_within_the_spread_is_the_same() -> None:
+    found = compare(reports.simple(20, noise=0.4), reports.simple(21, noise=0.4))
+    (pair,) = (one for one in found.changes if (one.before.lib, one.before.phase) == ("expertwire", "pair"))
+    assert pair.ratio == pytest.approx(1.05, rel=0.01)
+    assert pair.spread > 0.05
+    assert pair.word == "same"
+    assert not found.regressions(0.01)
+
+
+COMPARED = {
+    "same": (reports.simple(20), [], 0, "0 faster, 0 slower, 6 same"),
+    "faster": (reports.simple(15), [], 0, "3 faster, 0 slower, 3 same"),
+    "slower": (reports.simple(23), [], 1, "3 slower by more than 5.0%"),
+    "slower, allowed": (reports.simple(23), ["--threshold", "20"], 0, "0 slower by more than 20.0%"),
+    "slower, elsewhere": (reports.simple(23), ["--ep-lib", "floor"], 0, "0 faster, 0 slower, 3 same"),
+    "failed": (
+        reports.report([(Problem(), [LibResult("expertwire", Status.FAILED, "broke"), reports.measured("floor", 10)])]),
+        [],
+        1,
+        "expertwire: broke",
+    ),
+    "another machine, allowed": (
+        replace(reports.simple(20), machine={**reports.MACHINE, "cpu": "b"}),
+        ["--allow-different-machines"],
+        0,
+        "differs: cpu a cpu -> b",
+    ),
+    "new software": (replace(reports.simple(20), versions={"python": "3.13"}), [], 0, "differs: python 3.11.7 -> 3.13"),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_compare_says_what_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    after, options, status, said = COMPARED[name]
+    paths = [reports.save(one, tmp_path / file) for one, file in ((reports.simple(20), "a"), (after, "b"))]
+    assert reports.run_cli(monkeypatch, "compare", *paths, *options) == status
+    assert said in capsys.readouterr().out
+
+
+def test_load_and_kernel_do_not_make_another_machine() -> None:
+    assert "kernel Linux 6.1 -> Linux 9" in compare(reports.simple(20), BUSY).software
+
+
+def with_a_clock_that_stood() -> Report:
+    """Two sizes; one library took no time at all, neither in this program nor beside a GEMM."""
+    samples = {phase: np.zeros((2, 50), np.int64) for phase in (*reports.CPU_PHASES, "batches-pair")}
+    floor = LibResult("floor", Status.OK, samples=samples, phases=summarize(samples, reports.SETTINGS, 1e6))
+    floor = replace(floor, hidden_us={"batches-two-streams": 0.0})
+    runs = [(replace(Problem(), num_tokens=tokens), [reports.measured("expertwire", 20), floor]) for tokens in (1, 128)]
+    return reports.report(runs)
+
+
+def test_medians_of_0_are_shown_and_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    print_report(with_a_clock_that_stood(), Console(file=io.StringIO()))
+    stood = reports.save(with_a_clock_that_stood(), tmp_path / "a.json")
+    usual = reports.save(reports.simple(20), tmp_path / "b.json")
+    for kind in ("html", "png"):
+        assert reports.run_cli(monkeypatch, "report", stood, "-o", tmp_path / f"out.{kind}") == 0
+    assert reports.run_cli(monkeypatch, "compare", usual, stood) == 0
+    assert reports.run_cli(monkeypatch, "compare", stood, usual) == 1
+    words = [change.word for change in compare(with_a_clock_that_stood(), reports.simple(20)).changes]
+    assert words == ["same"] * 3 + ["slower"] * 3
+    itself = compare(with_a_clock_that_stood(), with_a_clock_that_stood()).changes
+    assert {change.word for change in itself} == {"same"}
