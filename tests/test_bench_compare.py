@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,9 @@ from rich.console import Console
 import reports
 from expertwire.bench.compare import compare
 from expertwire.bench.report import print_report
-from expertwire.bench.schema import LibResult, Problem, Report, Status
+from expertwire.bench.schema import LibResult, Problem, Report, Settings, Status
 from expertwire.bench.summary import summarize
+from expertwire.errors import InvalidArgumentError
 
 BUSY = replace(reports.simple(20), machine={**reports.MACHINE, "load_average_1min": 9.0, "kernel": "Linux 9"})
 
@@ -68,7 +69,7 @@ def test_compare_says_what_changed(
 
 
 def test_load_and_kernel_do_not_make_another_machine() -> None:
-    assert "kernel Linux 6.1 -> Linux 9" in compare(reports.simple(20), BUSY).software
+    assert "kernel Linux 6.1 -> Linux 9" in compare(reports.simple(20), BUSY).differences
 
 
 def with_a_clock_that_stood() -> Report:
@@ -93,3 +94,60 @@ def test_medians_of_0_are_shown_and_compared(monkeypatch: pytest.MonkeyPatch, tm
     assert words == ["same"] * 3 + ["slower"] * 3
     itself = compare(with_a_clock_that_stood(), with_a_clock_that_stood()).changes
     assert {change.word for change in itself} == {"same"}
+
+
+def measured_otherwise(**settings: object) -> Report:
+    return replace(reports.simple(20), settings=replace(reports.SETTINGS, **settings))
+
+
+def with_command(*words: str) -> Report:
+    return replace(reports.simple(20), command=("expertwire", "bench", *words))
+
+
+def with_bytes(num_bytes: float) -> Report:
+    one = reports.simple(20)
+    return replace(one, runs=(replace(one.runs[0], bytes_per_rank=num_bytes),))
+
+
+UNLIKE = {
+    "threads": (measured_otherwise(threads=True), "different settings: threads is False in the first file and True in"),
+    "device": (measured_otherwise(device="cuda"), "different settings: device is 'cpu' in the first file and 'cuda'"),
+    "graphs": (measured_otherwise(cuda_graph=False), "different settings: cuda_graph is True in the first file and"),
+    "pairs": (measured_otherwise(iters_per_graph=9), "different settings: iters_per_graph is 50 in the first file and"),
+    "MPI": (with_command("--nodes", "127.0.0.1"), "different settings: ranks over MPI is False in the first file and"),
+    "MPI, one word": (with_command("--nodes=::1"), "different settings: ranks over MPI is False in the first file and"),
+    "routing": (
+        with_bytes(2e6),
+        "different routings: mscclpp-bench: T 128  E 128  K 8  H 7168  R 2: bytes_per_rank is 1000000 in the first",
+    ),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_measurements_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, turned: bool
+) -> None:
+    other, said = UNLIKE[name]
+    paths = [reports.save(one, tmp_path / file) for one, file in ((reports.simple(20), "a"), (other, "b"))]
+    assert reports.run_cli(monkeypatch, "compare", *(reversed(paths) if turned else paths)) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert turned or f"expertwire bench compare: {said}" in printed.err
+
+
+def test_other_settings_are_listed() -> None:
+    other = measured_otherwise(iters=10, rounds=2, warmup=0, validate=True, overlap="gemm")
+    said = ["warmup 10 -> 0", "iters 50 -> 10", "rounds 5 -> 2", "validate False -> True", "overlap none -> gemm"]
+    assert list(compare(reports.simple(20), other).differences) == said
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Settings)])
+def test_no_setting_differs_in_silence(name: str) -> None:
+    value = getattr(reports.SETTINGS, name)
+    other = measured_otherwise(**{name: not value if isinstance(value, bool) else value * 2 or "else"})
+    try:
+        said = compare(reports.simple(20), other).differences
+    except InvalidArgumentError as error:
+        said = (str(error),)
+    assert [line for line in said if name in line]
