@@ -115,7 +115,8 @@ def _others(problem: Problem, name: str) -> str:
     """Return a problem's title without the size that varies."""
     letters = {field: said.split(",")[0] for field, said in SWEPT.items() if field not in (name, "num_blocks")}
     kept = [f"{letter} {getattr(problem, field)}" for field, letter in letters.items()]
-    return f"{'  '.join(kept)}  {way(_without(problem, name))}"
+    routing = "" if problem.routing == "uniform" else f"  routing {problem.routing}"
+    return f"{'  '.join(kept)}{routing}  {way(_without(problem, name))}"
 
 
 def _distributions(pairs: list[Row]) -> Iterable[Lines]:
