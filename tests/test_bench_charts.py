@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from xml.etree import ElementTree
+
+import pytest
+
 import reports
-from expertwire.bench.charts import Lines
+from expertwire.bench import svg
+from expertwire.bench.charts import Bars, Lines
 from expertwire.bench.figures import charts_of
 from expertwire.bench.rows import rows_of
 from expertwire.bench.schema import Problem, Report
@@ -21,3 +27,23 @@ def test_charts_of_two_routings_have_titles_of_their_own() -> None:
         "Time over T: E 128  K 8  H 7168  R 2  expert-major, rank-local-reduce, bf16",
         "Time over T: E 128  K 8  H 7168  R 2  routing zipf:1.5  expert-major, rank-local-reduce, bf16",
     ]
+
+
+def bars_of(**medians: float) -> Bars:
+    results = [reports.measured(lib.replace("_", "-"), us) for lib, us in medians.items()]
+    (bars,) = (chart for chart in charts_of(rows_of(reports.report([(Problem(), results)]))) if isinstance(chart, Bars))
+    return bars
+
+
+@pytest.mark.parametrize(("slowest", "log"), [(50, False), (5000, True)])
+def test_bars_beside_which_others_would_vanish_become_points(slowest: float, log: bool) -> None:
+    bars = bars_of(expertwire=15, torch_a2a=slowest, floor=10)
+    assert bars.log is log
+    drawing = ElementTree.fromstring(svg.draw(bars))  # noqa: S314 (our own)
+    boxes = [box for box in drawing.iter("rect") if box.get("class") == "bar"]
+    marks = [mark for mark in drawing.iter("path") if mark.get("class", "").startswith("mark")]
+    assert (len(boxes), len(marks)) == ((0, 9) if log else (9, 0))
+    if log:
+        places = [float(re.findall(r"[\d.]+", mark.get("transform", ""))[0]) for mark in marks]
+        assert places[6] - places[8] > 20  # 15 us are told from 10
+        assert min(places) >= 160
