@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -11,8 +13,10 @@ import reports
 from expertwire.bench import svg
 from expertwire.bench.charts import Bars, Lines
 from expertwire.bench.figures import charts_of
+from expertwire.bench.png import make_figure
 from expertwire.bench.rows import rows_of
 from expertwire.bench.schema import Problem, Report
+from expertwire.types import DispatchLayout
 
 
 def two_routings() -> Report:
@@ -47,3 +51,29 @@ def test_bars_beside_which_others_would_vanish_become_points(slowest: float, log
         places = [float(re.findall(r"[\d.]+", mark.get("transform", ""))[0]) for mark in marks]
         assert places[6] - places[8] > 20  # 15 us are told from 10
         assert min(places) >= 160
+
+
+def a_full_picture() -> Report:
+    """Every library, two layouts, a long name of a trace, and a size that is swept."""
+    libs = ("expertwire", "expertwire-cpp", "torch-a2a", "nccl-ep", "deepep", "mscclpp", "flashinfer", "floor")
+    shape = Problem(num_experts=256, routing=f"{'a-long-folder/' * 6}routing.npz", num_blocks=(16, 32))
+    shapes = [replace(shape, layout=layout) for layout in list(DispatchLayout)[:2]] + [replace(shape, num_tokens=2048)]
+    times = {lib: 1000.0 / (number + 1) for number, lib in enumerate(libs)}
+    return reports.report([(one, [reports.measured(*item) for item in times.items()]) for one in shapes])
+
+
+def test_nothing_in_a_picture_is_cut_or_covered() -> None:
+    pytest.importorskip("matplotlib")
+    charts = [chart for chart in charts_of(rows_of(a_full_picture())) if isinstance(chart, Bars) or not chart.steps]
+    figure = make_figure([("a.json", chart) for chart in charts], with_names=True)
+    figure.savefig(io.BytesIO())
+    whole, boxes = figure.bbox, [axes.get_tightbbox() for axes in figure.axes]  # titles, labels and legends included
+    assert len(boxes) == 3
+    for box in boxes:
+        assert min(box.x0, box.y0) >= 0
+        assert box.x1 <= whole.x1
+        assert box.y1 <= whole.y1
+        assert [other for other in boxes if other.overlaps(box)] == [box]
+    for legend, axes in ((axes.get_legend(), axes) for axes in figure.axes if axes.get_legend()):
+        assert not legend.get_window_extent().overlaps(axes.bbox)
+        assert not legend.get_window_extent().overlaps(axes.xaxis.label.get_window_extent())
