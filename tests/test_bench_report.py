@@ -21,7 +21,7 @@ from expertwire.bench.charts import Axis, Bars, Lines
 from expertwire.bench.figures import charts_of
 from expertwire.bench.page import make_page
 from expertwire.bench.report import print_report
-from expertwire.bench.rows import rows_of
+from expertwire.bench.rows import method, rows_of
 from expertwire.bench.schema import LibResult, Problem, Report, Status
 from expertwire.bench.summary import hidden_us, summarize
 from expertwire.errors import InvalidArgumentError
@@ -238,6 +238,18 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(svg)  # noqa: S314 (our own page)
     assert page.count("<figure>") == len(charts_of(rows_of(gpu_report()))) + len(charts_of(rows_of(reports.simple())))
+
+
+def test_the_page_names_packages_as_they_are_called() -> None:
+    page = make_page([("a.json", replace(reports.simple(), versions={"ml_dtypes": "0.5"}))])
+    assert "ml_dtypes 0.5" in page
+    assert "usable cores 2" in page
+
+
+@pytest.mark.parametrize(("device", "said"), [("cpu", "every timed pair checked"), ("cuda", "every round checked")])
+def test_the_method_says_what_was_checked(device: str, said: str) -> None:
+    assert said in method(replace(reports.SETTINGS, device=device, validate=True))
+    assert "checked" not in method(replace(reports.SETTINGS, device=device))
 
 
 def test_bars_are_as_long_as_their_medians() -> None:

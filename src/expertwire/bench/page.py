@@ -80,7 +80,7 @@ def _facts(report: Report) -> str:
     facts = {
         "date": report.date,
         "command": report.command,
-        "machine": report.machine,
+        "machine": {name.replace("_", " "): value for name, value in report.machine.items()},
         "versions": report.versions,
         "method": method(report.settings),
     }
@@ -90,7 +90,7 @@ def _facts(report: Report) -> str:
 
 def _fact(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{escape(name.replace('_', ' '))} {_fact(item)}" for name, item in value.items())
+        return "; ".join(f"{escape(name)} {_fact(item)}" for name, item in value.items())
     if isinstance(value, tuple):
         return f"<code>{escape(shlex.join(value))}</code>"
     return escape(", ".join(map(str, value)) if isinstance(value, list) else str(value))

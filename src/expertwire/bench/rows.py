@@ -131,7 +131,7 @@ def method(settings: Settings) -> str:
         f"{settings.iters} timed pairs in {settings.rounds} round{'s' * (settings.rounds > 1)}",
         "ranks are threads" if settings.threads else "ranks are processes",
         *([f"graphs of {settings.iters_per_graph} pairs"] if on_gpus and settings.cuda_graph else []),
-        *(["every timed pair checked"] if settings.validate else []),
+        *([f"every {'round' if on_gpus else 'timed pair'} checked"] if settings.validate else []),
         f"at most {settings.timeout_s:g} s for a wait",
     ]
     return ", ".join(words)

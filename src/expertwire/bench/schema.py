@@ -118,7 +118,8 @@ class Settings:
         rounds: the timed pairs are cut into this many parts and the libraries take turns part by part, so that a drift
             of the machine meets all of them alike.
         threads: ranks are threads of one process in place of processes.
-        validate: check the result of every timed pair, outside the timed part, not only before and after.
+        validate: check results outside the timed part, not only before and after: on CPUs of every timed pair, on GPUs
+            once in every round.
         timeout_s: bound of every wait, seconds.
         device: ``"cpu"`` or ``"cuda"``; there a rank is a process with a GPU of its own.
         cuda_graph: time captured graphs where a library can be captured.
