@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 import reports
-from expertwire.bench.compare import compare
+from expertwire.bench.compare import compare, print_comparison
 from expertwire.bench.report import print_report
-from expertwire.bench.schema import LibResult, Problem, Report, Settings, Status
+from expertwire.bench.schema import PHASES, LibResult, Problem, Report, Settings, Status
 from expertwire.bench.summary import summarize
 from expertwire.errors import InvalidArgumentError
 
@@ -151,3 +151,14 @@ def test_no_setting_differs_in_silence(name: str) -> None:
     except InvalidArgumentError as error:
         said = (str(error),)
     assert [line for line in said if name in line]
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_the_table_of_changes_is_whole_on_every_terminal(width: int) -> None:
+    files = [reports.report([(Problem(), [reports.measured("mscclpp-cpp-bench", us, PHASES)])]) for us in (1e4, 1e5)]
+    console = Console(file=(text := io.StringIO()), width=width)
+    print_comparison(compare(*files), 0.05, console)
+    rows = [line.split() for line in text.getvalue().splitlines() if line.startswith("mscclpp-cpp-bench ")]
+    assert [row[1] for row in rows] == list(PHASES)
+    assert {len(row) for row in rows} == {7}
+    assert {(*row[4:5], row[6]) for row in rows} == {("+900.0%", "REGRESSION")}

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from expertwire.bench.report import widen
 from expertwire.bench.rows import Row, ratio_of, rows_of, sizes, way, within_spread
 from expertwire.bench.schema import Problem, Report, Status
 from expertwire.errors import InvalidArgumentError
@@ -160,16 +161,18 @@ def print_comparison(comparison: Comparison, threshold: float, console: Console)
     """Print a table for each problem, what differs around it, and the verdict in the last line."""
     slower = comparison.regressions(threshold)
     for problem in dict.fromkeys(change.before.problem for change in comparison.changes):
-        table = Table(title=escape(f"{sizes(problem)}  {way(problem)}"), title_justify="left", box=None, pad_edge=False)
+        console.print(f"{sizes(problem)}  {way(problem)}", style="italic", highlight=False, markup=False)
+        table = Table(box=None, pad_edge=False)
         for heading in ("LIB", "phase"):
-            table.add_column(heading, min_width=15)
+            table.add_column(heading, min_width=15, no_wrap=True)
         for heading in ("before us", "after us", "change", "spread"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         for change in comparison.changes:
             if change.before.problem == problem:
                 table.add_row(*_cells(change, is_regression=change in slower))
-        console.print(table, highlight=False)
+        widen(table, console)
+        console.print(table, highlight=False, crop=False)
     for line in comparison.differences:
         console.print(f"differs: {line}", highlight=False, markup=False)
     for line in comparison.gone:

@@ -55,14 +55,18 @@ def _print_run(run: Run, console: Console) -> None:
 
 def _fitting(run: Run, console: Console) -> tuple[Table, Sequence[str]]:
     """Return a table that fits the console, if one does, and the figures that it has not."""
-    without_limit = console.options.update(width=10_000)
     for count in range(len(_LEFT_OUT_FIRST) + 1):
         left_out = _LEFT_OUT_FIRST[:count]
         table = _table(run, left_out)
-        table.width = Measurement.get(console, without_limit, table).maximum
-        if table.width <= console.width:
+        if widen(table, console) <= console.width:
             break
     return table, left_out
+
+
+def widen(table: Table, console: Console) -> int:
+    """Make a table as wide as its cells need, be that beyond the edge of the console, and return how wide that is."""
+    table.width = Measurement.get(console, console.options.update(width=10_000), table).maximum
+    return table.width
 
 
 def _table(run: Run, left_out: Sequence[str]) -> Table:
