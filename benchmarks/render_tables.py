@@ -26,7 +26,18 @@ from tables import busy_before, code, markdown
 from expertwire.bench import svg
 from expertwire.bench.charts import Lines, digits
 from expertwire.bench.figures import SWEPT, sweep
-from expertwire.bench.rows import Row, main_rows, method, rows_of, rows_of_run, sizes, way, within_spread, workload_name
+from expertwire.bench.rows import (
+    Row,
+    main_rows,
+    method,
+    ratio_text,
+    rows_of,
+    rows_of_run,
+    sizes,
+    two_digits,
+    way,
+    workload_name,
+)
 from expertwire.bench.schema import PHASES, Problem, Report
 from expertwire.bench.stored import read_report
 from expertwire.bench.workloads import WORKLOADS
@@ -120,16 +131,13 @@ def _pairs_table(rows: list[Row], name: Callable[[Problem], str]) -> str:
         figures = ours.figures
         cells = [name(problem), way(problem), f"**{figures.median_us:.1f}**"]
         cells += [f"{figures.p99_us:.1f}", f"{figures.spread:.0%}"]
-        cells += ([f"{floor.figures.median_us:.1f}", _ratio(ours, floor)] if floor else ["", ""]) * compared
+        cells += (
+            [f"{floor.figures.median_us:.1f}", ratio_text(ours.figures, floor.figures)] if floor else ["", ""]
+        ) * compared
         launch = own.get((OURS, "pair-launch"))
         cells += [f"{launch.figures.median_us:.1f}" if launch else ""] * launched
         lines.append(cells + [_times_ours(own, lib) for lib in others])
     return markdown(headings, lines)
-
-
-def _ratio(one: Row, other: Row) -> str:
-    ratio = one.figures.median_us / other.figures.median_us
-    return ("~ " if within_spread(ratio, [one.figures, other.figures]) else "") + f"{ratio:.2f}"
 
 
 def _times_ours(own: dict[tuple[str, str], Row], lib: str) -> str:
@@ -138,7 +146,7 @@ def _times_ours(own: dict[tuple[str, str], Row], lib: str) -> str:
         if (lib, phase) in own:
             row, ours = own[lib, phase], own.get((OURS, phase))
             how = ", launches" if phase == "pair-launch" else ""
-            return f"{row.figures.median_us:.1f}{how}" + (f" ({_ratio(row, ours)})" if ours else "")
+            return f"{row.figures.median_us:.1f}{how}" + (f" ({ratio_text(row.figures, ours.figures)})" if ours else "")
     return ""
 
 
@@ -170,7 +178,7 @@ def phases_table(prefix: str) -> str:
                 lines.append([
                     *(str(problem.num_ranks), str(problem.num_tokens), problem.layout.value, row.lib, row.phase),
                     *map(digits, times),
-                    *(f"{figures.gb_per_s:.2f}", f"{figures.spread:.0%}", "" if ratio is None else f"{ratio:.2f}"),
+                    *(f"{figures.gb_per_s:.2f}", f"{figures.spread:.0%}", "" if ratio is None else two_digits(ratio)),
                 ])  # fmt: skip
     return markdown(headings, lines)
 
@@ -265,7 +273,7 @@ def blocks_table(prefix: str) -> str:
     sizes_given = sorted({size for own in swept.values() for size in own if size})
     lines = []
     for problem, own in swept.items():
-        cells = [f"{own[size]:.1f} ({own[size] / own[0]:.2f} x)" if size in own else "" for size in sizes_given]
+        cells = [f"{own[size]:.1f} ({two_digits(own[size] / own[0])} x)" if size in own else "" for size in sizes_given]
         lines.append([sizes(problem), way(problem), *cells, f"{own[0]:.1f}"])
     headings = ["shape", "layout, combine, payload", *map(str, sizes_given), "all"]
     return markdown(headings, lines) if lines else sweep_table(prefix, "num_blocks")

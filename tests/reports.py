@@ -1,13 +1,16 @@
-"""Reports made of seeded samples, for what reads them."""
+"""Reports made of seeded samples, and the command that reads them."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from expertwire import cli
 from expertwire.bench.schema import PHASES, LibResult, Problem, Report, Run, Settings, Status
 from expertwire.bench.summary import summarize, with_ratios
 
@@ -44,3 +47,11 @@ def simple(ours_us: float = 20.0, noise: float = 0.001) -> Report:
 def save(one: Report, path: Path) -> Path:
     path.write_text(json.dumps(one.to_json()), encoding="utf-8")
     return path
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Return the exit status of ``expertwire bench ...`` in this process."""
+    monkeypatch.setattr(sys, "argv", ["expertwire", "bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,12 @@ import pytest
 from rich.console import Console
 
 import reports
-from expertwire import cli
 from expertwire.bench import stored
 from expertwire.bench.charts import Axis, Bars, Lines
-from expertwire.bench.compare import compare
 from expertwire.bench.figures import charts_of
 from expertwire.bench.page import make_page
 from expertwire.bench.report import print_report
-from expertwire.bench.rows import rows_of
+from expertwire.bench.rows import method, rows_of
 from expertwire.bench.schema import LibResult, Problem, Report, Status
 from expertwire.bench.summary import hidden_us, summarize
 from expertwire.errors import InvalidArgumentError
@@ -33,14 +30,6 @@ from expertwire.types import DispatchLayout
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 LAUNCHES = ("dispatch-launch", "combine-launch", "pair-launch")
-
-
-def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Return the exit status of ``expertwire bench ...`` in this process."""
-    monkeypatch.setattr(sys, "argv", ["expertwire", "bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def validate(values: Any) -> None:
@@ -114,7 +103,9 @@ def test_what_the_command_writes_follows_the_schema(monkeypatch: pytest.MonkeyPa
     shape = ["-e", "8", "-t", "2,5", "-d", "128", "-k", "3", "--device", "cpu", "--threads"]
     path = tmp_path / "out.json"
     outputs = ["--json", path, "--plot", tmp_path / "out.html"]
-    assert run_cli(monkeypatch, "--ep-lib", "expertwire,floor,deepep", *shape, "-w", "0", "-i", "4", *outputs) == 0
+    assert (
+        reports.run_cli(monkeypatch, "--ep-lib", "expertwire,floor,deepep", *shape, "-w", "0", "-i", "4", *outputs) == 0
+    )
     validate(json.loads(path.read_text(encoding="utf-8")))
     assert len(rows_of(stored.read_report(path))) == 2 * 2 * 3
     assert (tmp_path / "out.html").read_text(encoding="utf-8").count('role="img"') == 2 + 1 + 2
@@ -166,6 +157,23 @@ SPOILED = {
         "runs[0].results[0].samples.pair: must be whole numbers of at least 0, [rank][iteration]",
     ),
     "no array": (change("runs", {}), "runs: {} is no array"),
+    "a median below 0": (
+        change("runs/0/results/1/phases/pair/median_us", -1.5),
+        "runs[0].results[1].phases.pair.median_us: -1.5 is below 0",
+    ),
+    "a ratio below 0": (
+        change("runs/0/results/0/phases/pair/ratio_to/floor", -1),
+        "runs[0].results[0].phases.pair.ratio_to.floor: -1 is below 0",
+    ),
+    "bytes below 0": (change("runs/0/bytes_per_rank", -1), "runs[0].bytes_per_rank: -1 is below 0"),
+    "a phase without samples": (
+        change("runs/0/results/1/samples/combine", None),
+        "runs[0].results[1].phases.combine: there are no samples of it",
+    ),
+    "no samples": (
+        change("runs/0/results/1/samples", None),
+        "runs[0].results[1].phases.dispatch: there are no samples of it",
+    ),
 }
 
 
@@ -178,7 +186,7 @@ def test_a_spoiled_file_is_refused_by_place(tmp_path: Path, spoil: Callable[[dic
         stored.read_report(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("name", sorted(SPOILED.keys() - {"uneven samples"}))
+@pytest.mark.parametrize("name", sorted(SPOILED.keys() - {"uneven samples", "a phase without samples", "no samples"}))
 def test_the_schema_refuses_it_too(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     values = reports.simple().to_json()
@@ -232,6 +240,18 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
     assert page.count("<figure>") == len(charts_of(rows_of(gpu_report()))) + len(charts_of(rows_of(reports.simple())))
 
 
+def test_the_page_names_packages_as_they_are_called() -> None:
+    page = make_page([("a.json", replace(reports.simple(), versions={"ml_dtypes": "0.5"}))])
+    assert "ml_dtypes 0.5" in page
+    assert "usable cores 2" in page
+
+
+@pytest.mark.parametrize(("device", "said"), [("cpu", "every timed pair checked"), ("cuda", "every round checked")])
+def test_the_method_says_what_was_checked(device: str, said: str) -> None:
+    assert said in method(replace(reports.SETTINGS, device=device, validate=True))
+    assert "checked" not in method(replace(reports.SETTINGS, device=device))
+
+
 def test_bars_are_as_long_as_their_medians() -> None:
     page = make_page([("a.json", reports.simple(ours_us=20))])
     first = re.findall(r"<svg[^>]*role.*?</svg>", page, re.DOTALL)[0]
@@ -267,7 +287,7 @@ def test_report_writes_a_page_or_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_
         pytest.importorskip("matplotlib")
     path = reports.save(reports.simple(), tmp_path / "a.json")
     output = tmp_path / f"out.{kind}"
-    assert run_cli(monkeypatch, "report", path, path, "-o", output) == 0
+    assert reports.run_cli(monkeypatch, "report", path, path, "-o", output) == 0
     assert output.read_bytes()[:4] == {"html": b"<!do", "png": b"\x89PNG"}[kind]
     assert sorted(tmp_path.iterdir()) == [path, output]
 
@@ -279,65 +299,13 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_done(
     monkeypatch.setattr("expertwire.bench.png.find_spec", lambda _name: None)
     monkeypatch.chdir(tmp_path)
     reports.save(reports.simple(), tmp_path / "a.json")
-    assert run_cli(monkeypatch, *arguments) == 2
+    assert reports.run_cli(monkeypatch, *arguments) == 2
     assert "needs matplotlib: pip install 'expertwire[plot]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-# Comparisons
-
-
-def test_what_is_slower_beyond_the_spread_is_a_regression() -> None:
-    found = compare(reports.simple(20), reports.simple(23))
-    assert {change.before.lib: change.word for change in found.changes} == {"expertwire": "slower", "floor": "same"}
-    assert len(found.regressions(0.05)) == 3
-    assert found.regressions(0.2) == []
-
-
-def test_what_is_within_the_spread_is_the_same() -> None:
-    found = compare(reports.simple(20, noise=0.4), reports.simple(21, noise=0.4))
-    (pair,) = (one for one in found.changes if (one.before.lib, one.before.phase) == ("expertwire", "pair"))
-    assert pair.ratio == pytest.approx(1.05, rel=0.01)
-    assert pair.spread > 0.05
-    assert pair.word == "same"
-    assert not found.regressions(0.01)
-
-
-COMPARED = {
-    "same": (reports.simple(20), [], 0, "0 faster, 0 slower, 6 same"),
-    "faster": (reports.simple(15), [], 0, "3 faster, 0 slower, 3 same"),
-    "slower": (reports.simple(23), [], 1, "3 slower by more than 5.0%"),
-    "slower, allowed": (reports.simple(23), ["--threshold", "20"], 0, "0 slower by more than 20.0%"),
-    "slower, elsewhere": (reports.simple(23), ["--ep-lib", "floor"], 0, "0 faster, 0 slower, 3 same"),
-    "failed": (
-        reports.report([(Problem(), [LibResult("expertwire", Status.FAILED, "broke"), reports.measured("floor", 10)])]),
-        [],
-        1,
-        "expertwire: broke",
-    ),
-    "another machine, allowed": (
-        replace(reports.simple(20), machine={**reports.MACHINE, "cpu": "b"}),
-        ["--allow-different-machines"],
-        0,
-        "differs: cpu a cpu -> b",
-    ),
-    "new software": (replace(reports.simple(20), versions={"python": "3.13"}), [], 0, "differs: python 3.11.7 -> 3.13"),
-}
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_compare_says_what_changed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
-    after, options, status, said = COMPARED[name]
-    paths = [reports.save(one, tmp_path / file) for one, file in ((reports.simple(20), "a"), (after, "b"))]
-    assert run_cli(monkeypatch, "compare", *paths, *options) == status
-    assert said in capsys.readouterr().out
-
-
 # Mistakes
 
-BUSY = replace(reports.simple(20), machine={**reports.MACHINE, "load_average_1min": 9.0, "kernel": "Linux 9"})
 OTHER = replace(reports.simple(20), machine={**reports.MACHINE, "cpu": "b"})
 ELSE = reports.report([(Problem(num_tokens=3), [reports.measured("floor", 1)])])
 
@@ -372,12 +340,8 @@ def test_mistakes_end_with_one_line(
         reports.save(one, tmp_path / f"{name}.json")
     (tmp_path / "d.html").mkdir()
     before = sorted(tmp_path.iterdir())
-    assert run_cli(monkeypatch, *arguments) == 2
+    assert reports.run_cli(monkeypatch, *arguments) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_load_and_kernel_do_not_make_another_machine() -> None:
-    assert "kernel Linux 6.1 -> Linux 9" in compare(reports.simple(20), BUSY).software

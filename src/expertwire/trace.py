@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,34 +71,55 @@ def save_trace(path: Path, trace: RoutingTrace) -> None:
 
 def load_trace(path: Path) -> RoutingTrace:
     """Reads a trace. Raises OSError if the file cannot be read, InvalidArgumentError if it is not a whole trace."""
+    content = path.read_bytes()
     try:
-        # NumPy leaves a file open that it opened and cannot make sense of.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             meta = json.loads(str(stored["meta"]))
-            topk_ids, weights, rank_offsets = stored["topk_ids"], stored["weights"], stored["rank_offsets"]
-        if meta.pop("format") != FORMAT_NAME:
-            raise ValueError("another format")
-        version = meta.pop("version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format version {version}, this expertwire reads {FORMAT_VERSION}")
-        info = TraceInfo(**meta)
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise InvalidArgumentError(f"{path}: not a routing trace written by expertwire run ({error})") from error
-    _check(path, RoutingTrace(topk_ids, weights, rank_offsets, info))
-    return RoutingTrace(topk_ids, weights, rank_offsets, info)
+            trace = RoutingTrace(stored["topk_ids"], stored["weights"], stored["rank_offsets"], _info(meta))
+        _check(trace)
+    except Exception as error:  # what a spoiled archive raises depends on where it is spoiled
+        why = " ".join(str(error).split())
+        raise InvalidArgumentError(f"{path}: not a routing trace written by expertwire run ({why})") from error
+    return trace
 
 
-def _check(path: Path, trace: RoutingTrace) -> None:
-    ids, experts = trace.topk_ids, trace.info.num_experts
-    if ids.ndim != 3 or ids.dtype not in (np.int16, np.int32):
-        raise InvalidArgumentError(
-            f"{path}: topk_ids is {ids.dtype}{list(ids.shape)}: must be int16 or int32 [L, T, K]"
+def _info(meta: dict[str, Any]) -> TraceInfo:
+    """Return what the text of a trace says. Raises any exception if it says something else."""
+    if meta.pop("format") != FORMAT_NAME:
+        raise ValueError("another format")
+    version = meta.pop("version")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {version}, this expertwire reads {FORMAT_VERSION}")
+    info = TraceInfo(**meta)
+    for name in ("num_experts", "hidden_size", "num_ranks", "max_tokens_per_rank"):
+        value = meta[name]
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}: must be a whole number of at least 1")
+    if type(info.seed) is not int or not isinstance(info.source, str):
+        raise ValueError(f"seed, source are {info.seed!r}, {info.source!r}: must be a whole number and a text")
+    return info
+
+
+def _check(trace: RoutingTrace) -> None:
+    """Raises ValueError if the arrays of a trace do not fit each other or what it was recorded from."""
+    ids, weights, offsets, info = trace.topk_ids, trace.weights, trace.rank_offsets, trace.info
+    if ids.ndim != 3 or ids.size == 0 or ids.dtype not in (np.int16, np.int32):
+        raise ValueError(f"topk_ids is {ids.dtype}{list(ids.shape)}: must be int16 or int32 [L, T, K], none of them 0")
+    if weights.shape != ids.shape or weights.dtype != np.float32:
+        found = f"{weights.dtype}{list(weights.shape)}"
+        raise ValueError(f"weights is {found}: must be float32{list(ids.shape)} like topk_ids")
+    if not np.isfinite(weights).all():
+        raise ValueError("weights holds what is no finite number")
+    if int(ids.max()) >= info.num_experts:
+        raise ValueError(f"topk_ids holds {int(ids.max())}: must be below num_experts = {info.num_experts}")
+    in_order = np.sort(ids, axis=-1)
+    again = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)  # -1 selects nothing, and may repeat
+    if again.any():
+        layer, token, slot = np.argwhere(again)[0].tolist()
+        raise ValueError(
+            f"topk_ids names expert {in_order[layer, token, slot]} twice for token {token} of layer {layer}"
         )
-    if trace.weights.shape != ids.shape or trace.weights.dtype != np.float32:
-        found = f"{trace.weights.dtype}{list(trace.weights.shape)}"
-        raise InvalidArgumentError(f"{path}: weights is {found}: must be float32{list(ids.shape)} like topk_ids")
-    if ids.size and int(ids.max()) >= experts:
-        raise InvalidArgumentError(f"{path}: topk_ids holds {int(ids.max())}: must be below num_experts = {experts}")
-    offsets = trace.rank_offsets
-    if offsets.shape != (trace.info.num_ranks + 1,) or offsets[0] != 0 or offsets[-1] != ids.shape[1]:
-        raise InvalidArgumentError(f"{path}: rank_offsets must rise from 0 to the number of tokens, {ids.shape[1]}")
+    if offsets.dtype != np.int64 or offsets.shape != (info.num_ranks + 1,):
+        raise ValueError(f"rank_offsets is {offsets.dtype}{list(offsets.shape)}: must be int64[{info.num_ranks + 1}]")
+    if offsets[0] != 0 or offsets[-1] != ids.shape[1] or (np.diff(offsets) < 0).any():
+        raise ValueError(f"rank_offsets must rise from 0 to the number of tokens, {ids.shape[1]}")

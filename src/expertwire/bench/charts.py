@@ -30,11 +30,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars from zero, in groups."""
+    """Horizontal bars from zero, in groups; or, over a logarithmic axis, which has no zero, points in their place."""
 
     title: str
     x_label: str
     bars: tuple[Bar, ...]
+    log: bool = False
 
 
 @dataclass(frozen=True)

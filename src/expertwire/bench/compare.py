@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from expertwire.bench.rows import Row, rows_of, sizes, way, within_spread
-from expertwire.bench.schema import Report, Status
+from expertwire.bench.report import widen
+from expertwire.bench.rows import Row, ratio_of, rows_of, sizes, way, within_spread
+from expertwire.bench.schema import Problem, Report, Status
 from expertwire.errors import InvalidArgumentError
 
 #: What a machine may have otherwise and still be the same machine: its load, and software, which is worth comparing.
 _MAY_DIFFER = ("load", "kernel", "driver", "memory")
+#: Settings that change what is timed.
+_MUST_BE_EQUAL = ("device", "threads", "cuda_graph", "iters_per_graph")
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Change:
     @property
     def ratio(self) -> float:
         """The median after over the median before."""
-        return self.after.figures.median_us / self.before.figures.median_us
+        return ratio_of(self.after.figures, self.before.figures)
 
     @property
     def spread(self) -> float:
@@ -51,13 +55,13 @@ class Comparison:
         changes: rows of both.
         gone: results that the first has and that failed in the second, and why.
         num_alone: rows that one of them has alone.
-        software: versions and other facts of the machine that differ.
+        differences: settings, versions and other facts of the machine that differ.
     """
 
     changes: tuple[Change, ...]
     gone: tuple[str, ...]
     num_alone: int
-    software: tuple[str, ...]
+    differences: tuple[str, ...]
 
     def regressions(self, threshold: float) -> list[Change]:
         """Return what is slower by more than ``threshold``, a share, and beyond the spread."""
@@ -76,8 +80,10 @@ def compare(
         any_machine: compare even if the machines differ.
 
     Raises:
-        InvalidArgumentError: the reports are of different machines, or share no row.
+        InvalidArgumentError: the reports are of different machines, share no row, or were measured so that their times
+            are of different things: by other settings, or with another routing under the same name.
     """
+    _check_settings(before, after)
     differing = [name for name in _machine_facts(before, after) if not name.startswith(_MAY_DIFFER)]
     if differing and not any_machine:
         name = differing[0]
@@ -90,6 +96,7 @@ def compare(
     if not changes:
         named = "" if libs is None else f" of {', '.join(libs)}"
         raise InvalidArgumentError(f"the two files share no problem, library and phase{named}: nothing to compare")
+    _check_routing(before, after, {change.before.problem for change in changes})
     had = {(row.problem, row.lib) for row in old.values()}
     gone = tuple(
         f"{sizes(run.problem)}  {way(run.problem)}  {result.lib}: {result.reason}"
@@ -97,7 +104,32 @@ def compare(
         for result in run.results
         if result.status is not Status.OK and (run.problem, result.lib) in had
     )
-    return Comparison(changes, gone, len(old.keys() ^ new.keys()), tuple(_software(before, after)))
+    return Comparison(changes, gone, len(old.keys() ^ new.keys()), tuple(_differences(before, after)))
+
+
+def _check_settings(before: Report, after: Report) -> None:
+    old, new = asdict(before.settings), asdict(after.settings)
+    old["ranks over MPI"], new["ranks over MPI"] = _over_mpi(before), _over_mpi(after)
+    for name in (*_MUST_BE_EQUAL, "ranks over MPI"):
+        if old[name] != new[name]:
+            raise InvalidArgumentError(
+                f"different settings: {name} is {old[name]!r} in the first file and {new[name]!r} in the second"
+            )
+
+
+def _over_mpi(report: Report) -> bool:
+    return any(word.partition("=")[0] == "--nodes" for word in report.command)
+
+
+def _check_routing(before: Report, after: Report, shared: Set[Problem]) -> None:
+    """Refuse a problem of which other rows move: a trace is named by its path, which may hold another one by now."""
+    new = {run.problem: run.bytes_per_rank for run in after.runs}
+    for run in before.runs:
+        if run.problem in shared and not math.isclose(run.bytes_per_rank, new[run.problem]):
+            raise InvalidArgumentError(
+                f"different routings: {sizes(run.problem)}: bytes_per_rank is {run.bytes_per_rank:.10g} in the first "
+                f"file and {new[run.problem]:.10g} in the second"
+            )
 
 
 def _wanted(row: Row, libs: Sequence[str] | None) -> bool:
@@ -114,27 +146,34 @@ def _machine_facts(before: Report, after: Report) -> list[str]:
     return [name for name in names if before.machine.get(name) != after.machine.get(name)]
 
 
-def _software(before: Report, after: Report) -> list[str]:
-    old, new = ({**report.machine, **report.versions} for report in (before, after))
+def _differences(before: Report, after: Report) -> list[str]:
+    old, new = ({**asdict(one.settings), **one.machine, **one.versions} for one in (before, after))
     names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
-    return [f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in names if name[:4] != "load"]
+    return [f"{name} {_said(old, name)} -> {_said(new, name)}" for name in names if name[:4] != "load"]
+
+
+def _said(facts: dict[str, Any], name: str) -> Any:
+    value = facts.get(name, "")
+    return "none" if value == "" else value
 
 
 def print_comparison(comparison: Comparison, threshold: float, console: Console) -> None:
     """Print a table for each problem, what differs around it, and the verdict in the last line."""
     slower = comparison.regressions(threshold)
     for problem in dict.fromkeys(change.before.problem for change in comparison.changes):
-        table = Table(title=escape(f"{sizes(problem)}  {way(problem)}"), title_justify="left", box=None, pad_edge=False)
+        console.print(f"{sizes(problem)}  {way(problem)}", style="italic", highlight=False, markup=False)
+        table = Table(box=None, pad_edge=False)
         for heading in ("LIB", "phase"):
-            table.add_column(heading, min_width=15)
+            table.add_column(heading, min_width=15, no_wrap=True)
         for heading in ("before us", "after us", "change", "spread"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         for change in comparison.changes:
             if change.before.problem == problem:
                 table.add_row(*_cells(change, is_regression=change in slower))
-        console.print(table, highlight=False)
-    for line in comparison.software:
+        widen(table, console)
+        console.print(table, highlight=False, crop=False)
+    for line in comparison.differences:
         console.print(f"differs: {line}", highlight=False, markup=False)
     for line in comparison.gone:
         console.print(f"no figures any more: {line}", style="bold red", highlight=False, markup=False)

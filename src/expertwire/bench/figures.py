@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,11 @@ def charts_of(rows: list[Row]) -> list[Chart]:
     return [*_workload_bars(rows), *(chart for name in SWEPT for chart in sweep(pairs, name)), *_distributions(pairs)]
 
 
+def _needs_log(times: Sequence[float]) -> bool:
+    """Whether the smallest of several times would be next to nothing beside the largest."""
+    return max(times) > 20 * min(times) > 0
+
+
 def _look(row: Row) -> Look:
     dashes = "dotted" if row.lib.endswith("-bench") else "dashed" if row.is_launch else ""
     return Look(_NUMBERS.get(row.lib, _OTHER), dashes)
@@ -69,7 +74,8 @@ def _workload_bars(rows: list[Row]) -> Iterable[Bars]:
             title = f"{shape}  {way(own[0].problem)}"
             label = "us, median of the slowest rank; whisker: half of the pairs"
         bars = [_bar(row, group) for row, group in zip(own, groups, strict=True)]
-        yield Bars(title, label, tuple(sorted(bars, key=lambda bar: groups.index(bar.group))))
+        log = _needs_log([bar.value for bar in bars]) and min(bar.low for bar in bars) > 0
+        yield Bars(title, label, tuple(sorted(bars, key=lambda bar: groups.index(bar.group))), log)
 
 
 def _bar(row: Row, group: str) -> Bar:
@@ -91,7 +97,7 @@ def sweep(pairs: list[Row], name: str) -> Iterable[Lines]:
         times = [y for one in series for _, y in one.points]
         title = f"Time over {SWEPT[name].split(',')[0]}: {_others(rows[0].problem, name)}"
         log_x = values[-1] >= 4 * values[0]
-        log_y = max(times) > 20 * min(times)
+        log_y = _needs_log(times)
         yield Lines(title, SWEPT[name], _TIME, tuple(series), log_x, log_y, tuple(values))
 
 
@@ -115,7 +121,8 @@ def _others(problem: Problem, name: str) -> str:
     """Return a problem's title without the size that varies."""
     letters = {field: said.split(",")[0] for field, said in SWEPT.items() if field not in (name, "num_blocks")}
     kept = [f"{letter} {getattr(problem, field)}" for field, letter in letters.items()]
-    return f"{'  '.join(kept)}  {way(_without(problem, name))}"
+    routing = "" if problem.routing == "uniform" else f"  routing {problem.routing}"
+    return f"{'  '.join(kept)}{routing}  {way(_without(problem, name))}"
 
 
 def _distributions(pairs: list[Row]) -> Iterable[Lines]:

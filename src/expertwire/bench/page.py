@@ -9,7 +9,7 @@ from typing import Any
 
 from expertwire.bench import svg
 from expertwire.bench.figures import charts_of
-from expertwire.bench.rows import Row, method, rows_of, rows_of_run, sizes, way, within_spread
+from expertwire.bench.rows import Row, method, ratio_text, rows_of, rows_of_run, sizes, way
 from expertwire.bench.schema import LibResult, Report, Run, Status
 
 _STYLE = """
@@ -80,7 +80,7 @@ def _facts(report: Report) -> str:
     facts = {
         "date": report.date,
         "command": report.command,
-        "machine": report.machine,
+        "machine": {name.replace("_", " "): value for name, value in report.machine.items()},
         "versions": report.versions,
         "method": method(report.settings),
     }
@@ -90,7 +90,7 @@ def _facts(report: Report) -> str:
 
 def _fact(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{escape(name.replace('_', ' '))} {_fact(item)}" for name, item in value.items())
+        return "; ".join(f"{escape(name)} {_fact(item)}" for name, item in value.items())
     if isinstance(value, tuple):
         return f"<code>{escape(shlex.join(value))}</code>"
     return escape(", ".join(map(str, value)) if isinstance(value, list) else str(value))
@@ -127,9 +127,8 @@ def _ratio_cells(row: Row, rows: list[Row], ratios: list[str]) -> Iterable[str]:
     for lib in ratios:
         if lib == row.lib or lib not in others:
             yield "-"
-            continue
-        ratio = row.figures.median_us / others[lib].median_us
-        yield ("~ " if within_spread(ratio, [row.figures, others[lib]]) else "") + f"{ratio:.2f}"
+        else:
+            yield ratio_text(row.figures, others[lib])
 
 
 def _note(result: LibResult) -> str:

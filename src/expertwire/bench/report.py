@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from expertwire.bench.rows import within_spread
+from expertwire.bench.rows import ratio_text
 from expertwire.bench.schema import LibResult, PhaseSummary, Report, Run, Status
 
 _LEGEND = (
@@ -17,6 +20,9 @@ _LEGEND = (
 )
 #: Libraries of one run up to which each is compared with each other; files and pages always hold all ratios.
 _MOST_COMPARED = 3
+_FIGURES = ("min", "median", "p99", "max", "fastest", "GB/s", "spread")
+#: What a narrow terminal goes without, the first first. What is left is shown whole, if need be beyond the edge.
+_LEFT_OUT_FIRST = ("max", "fastest", "min", "GB/s", "p99")
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -27,18 +33,12 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _print_run(run: Run, console: Console) -> None:
-    table = Table(title=run.problem.title(), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("LIB")
-    table.add_column("phase")
-    for heading in ("min", "median", "p99", "max", "fastest", "GB/s", "spread"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for lib in _compared(run):
-        table.add_column(f"x {lib}", justify="right", no_wrap=True)
-    table.add_column("notes", justify="right")
-    for number, result in enumerate(run.results, 1):
-        for phase, summary in result.phases.items():
-            table.add_row(result.lib, phase, *_cells(run, phase, summary), str(number))
-    console.print(table)
+    console.print(run.problem.title(), style="bold", highlight=False, markup=False)
+    table, left_out = _fitting(run, console)
+    console.print(table, crop=False)
+    if left_out:
+        told = f"not shown at this width: {', '.join(left_out)} (--json holds them)"
+        console.print(told, style="dim", highlight=False)
     for result in run.results:
         if result.status is not Status.OK:
             console.print(f"{result.lib}: {_why(result)}", style=_style(result), highlight=False, markup=False)
@@ -53,6 +53,37 @@ def _print_run(run: Run, console: Console) -> None:
     console.print()
 
 
+def _fitting(run: Run, console: Console) -> tuple[Table, Sequence[str]]:
+    """Return a table that fits the console, if one does, and the figures that it has not."""
+    for count in range(len(_LEFT_OUT_FIRST) + 1):
+        left_out = _LEFT_OUT_FIRST[:count]
+        table = _table(run, left_out)
+        if widen(table, console) <= console.width:
+            break
+    return table, left_out
+
+
+def widen(table: Table, console: Console) -> int:
+    """Make a table as wide as its cells need, be that beyond the edge of the console, and return how wide that is."""
+    table.width = Measurement.get(console, console.options.update(width=10_000), table).maximum
+    return table.width
+
+
+def _table(run: Run, left_out: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("LIB", "phase"):
+        table.add_column(heading, no_wrap=True)
+    shown = [index for index, name in enumerate(_FIGURES) if name not in left_out]
+    for heading in (*(_FIGURES[index] for index in shown), *(f"x {lib}" for lib in _compared(run)), "notes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, result in enumerate(run.results, 1):
+        for phase, summary in result.phases.items():
+            figures = _cells(summary)
+            ratios = [_ratio(summary, run.result(other).phases.get(phase), other) for other in _compared(run)]
+            table.add_row(result.lib, phase, *(figures[index] for index in shown), *ratios, str(number))
+    return table
+
+
 def _hidden(run: Run, result: LibResult) -> str:
     """Return in one line how much of their pairs two micro-batches hide behind their GEMMs."""
     problem, pairs = run.problem, result.phases.get("batches-pair")
@@ -60,7 +91,7 @@ def _hidden(run: Run, result: LibResult) -> str:
         return ""
     pair = pairs.median_us
     saved = (
-        f"{time:.1f} us ({time / pair:.0%}) in {phase.removeprefix('batches-').replace('-', ' ')}"
+        f"{time:.1f} us ({time / pair if pair else 0:.0%}) in {phase.removeprefix('batches-').replace('-', ' ')}"
         for phase, time in result.hidden_us.items()
     )
     return (
@@ -77,17 +108,14 @@ def _compared(run: Run) -> list[str]:
     return measured if len(measured) > 1 else []
 
 
-def _cells(run: Run, phase: str, summary: PhaseSummary) -> list[str]:
+def _cells(summary: PhaseSummary) -> list[str]:
+    """Return what stands under _FIGURES."""
     times = (summary.min_us, summary.median_us, summary.p99_us, summary.max_us, summary.fastest_rank_us)
-    cells = [*(f"{time:.1f}" for time in times), f"{summary.gb_per_s:.2f}", f"{summary.spread:.0%}"]
-    return cells + [_ratio(summary, run.result(other).phases.get(phase), other) for other in _compared(run)]
+    return [*(f"{time:.1f}" for time in times), f"{summary.gb_per_s:.2f}", f"{summary.spread:.0%}"]
 
 
 def _ratio(summary: PhaseSummary, others: PhaseSummary | None, other: str) -> str:
-    if others is None or other not in summary.ratio_to:
-        return "-"
-    ratio = summary.ratio_to[other]
-    return ("~ " if within_spread(ratio, [summary, others]) else "") + f"{ratio:.2f}"
+    return "-" if others is None or other not in summary.ratio_to else ratio_text(summary, others)
 
 
 def _why(result: LibResult) -> str:

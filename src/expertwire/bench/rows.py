@@ -80,6 +80,24 @@ def within_spread(ratio: float, figures: Sequence[PhaseSummary]) -> bool:
     return further - 1 <= max(one.spread for one in figures)
 
 
+def ratio_of(one: PhaseSummary, other: PhaseSummary) -> float:
+    """Return one median over another; over 0, which a clock may show, 1 of 0 and infinity of all else."""
+    if other.median_us > 0:
+        return one.median_us / other.median_us
+    return math.inf if one.median_us > 0 else 1.0
+
+
+def ratio_text(one: PhaseSummary, other: PhaseSummary) -> str:
+    """Return one median over another in words of tables: after ``~`` if they differ within their spread."""
+    ratio = ratio_of(one, other)
+    return ("~ " if within_spread(ratio, [one, other]) else "") + two_digits(ratio)
+
+
+def two_digits(ratio: float) -> str:
+    """Return a ratio with two decimals, or, if it is small, with two significant digits."""
+    return f"{ratio:#.2g}" if 0 < ratio < 0.1 else f"{ratio:.2f}"
+
+
 def workload_name(problem: Problem) -> str:
     """Return the name of the workload that has this shape, or an empty string."""
     shape = (problem.num_tokens, problem.num_experts, problem.num_topk, problem.hidden_size)
@@ -113,7 +131,7 @@ def method(settings: Settings) -> str:
         f"{settings.iters} timed pairs in {settings.rounds} round{'s' * (settings.rounds > 1)}",
         "ranks are threads" if settings.threads else "ranks are processes",
         *([f"graphs of {settings.iters_per_graph} pairs"] if on_gpus and settings.cuda_graph else []),
-        *(["every timed pair checked"] if settings.validate else []),
+        *([f"every {'round' if on_gpus else 'timed pair'} checked"] if settings.validate else []),
         f"at most {settings.timeout_s:g} s for a wait",
     ]
     return ", ".join(words)

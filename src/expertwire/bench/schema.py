@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +118,8 @@ class Settings:
         rounds: the timed pairs are cut into this many parts and the libraries take turns part by part, so that a drift
             of the machine meets all of them alike.
         threads: ranks are threads of one process in place of processes.
-        validate: check the result of every timed pair, outside the timed part, not only before and after.
+        validate: check results outside the timed part, not only before and after: on CPUs of every timed pair, on GPUs
+            once in every round.
         timeout_s: bound of every wait, seconds.
         device: ``"cpu"`` or ``"cuda"``; there a rank is a process with a GPU of its own.
         cuda_graph: time captured graphs where a library can be captured.
@@ -168,6 +169,16 @@ Samples: TypeAlias = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
+class Minimum:
+    """Stands beside the type of a number in a file that must be at least this."""
+
+    value: float
+
+
+NonNegative: TypeAlias = Annotated[float, Minimum(0)]
+
+
+@dataclass(frozen=True)
 class PhaseSummary:
     """Figures of one phase of one library, over the iterations, of the slowest rank of each iteration.
 
@@ -180,14 +191,14 @@ class PhaseSummary:
         ratio_to: this median over the median of each other library of the same run.
     """
 
-    min_us: float
-    median_us: float
-    p99_us: float
-    max_us: float
-    fastest_rank_us: float
-    gb_per_s: float
-    spread: float
-    ratio_to: dict[str, float] = field(default_factory=dict)
+    min_us: NonNegative
+    median_us: NonNegative
+    p99_us: NonNegative
+    max_us: NonNegative
+    fastest_rank_us: NonNegative
+    gb_per_s: NonNegative
+    spread: NonNegative
+    ratio_to: dict[str, NonNegative] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ class Run:
     """
 
     problem: Problem
-    bytes_per_rank: float
+    bytes_per_rank: NonNegative
     results: tuple[LibResult, ...]
 
     def result(self, lib: str) -> LibResult:

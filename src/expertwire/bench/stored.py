@@ -59,11 +59,20 @@ def read_report(path: Path) -> Report:
     values.pop("schema")
     try:
         report = _parse(values, Report, "")
+        _check_samples(report)
     except _UnfitError as unfit:
         place, wrong = unfit.args
         raise InvalidArgumentError(f"{path}: {place or 'the file'}: {wrong}") from None
     assert isinstance(report, Report)  # noqa: S101 (for the type checker)
     return report
+
+
+def _check_samples(report: Report) -> None:
+    for number, run in enumerate(report.runs):
+        for index, result in enumerate(run.results):
+            for phase in result.phases:
+                if phase not in (result.samples or {}):
+                    raise _UnfitError(f"runs[{number}].results[{index}].phases.{phase}", "there are no samples of it")
 
 
 def _refuse_constant(word: str) -> Any:
@@ -91,6 +100,11 @@ def _parse(value: Any, kind: Any, place: str) -> Any:
 
 def _parse_composed(value: Any, kind: Any, place: str) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        number, least = _parse(value, inner[0], place), inner[1].value
+        if number < least:
+            raise _UnfitError(place, f"{_shown(value)} is below {least}")
+        return number
     if origin in _UNIONS:
         return None if value is None else _parse(value, _other_than_none(inner), place)
     if origin is np.ndarray:
@@ -139,7 +153,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
@@ -177,6 +191,8 @@ def _describe(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_composed(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return {**_describe(inner[0], definitions), "minimum": inner[1].value}
     if origin in _UNIONS:
         return {"anyOf": [_describe(_other_than_none(inner), definitions), {"type": "null"}]}
     if origin is np.ndarray:

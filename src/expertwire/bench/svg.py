@@ -87,7 +87,8 @@ def draw(chart: Chart, *, standalone: bool = False) -> str:
 
 def _bars(chart: Bars) -> tuple[list[str], int]:
     left, right = _LABELS, WIDTH - _VALUES
-    axis = Axis.of([0.0, *(bar.high for bar in chart.bars)], log=False)
+    ends = [end for bar in chart.bars for end in (bar.low, bar.value, bar.high)]
+    axis = Axis.of(ends if chart.log else [0.0, *ends], log=chart.log)
     parts = [_title(chart.title)]
     y = 30.0
     for group, members in itertools.groupby(chart.bars, lambda bar: bar.group):
@@ -96,13 +97,12 @@ def _bars(chart: Bars) -> tuple[list[str], int]:
         y += _BAR + 4
         top = y
         for bar in bars:
-            x0, x1 = (axis.place(value, left, right) for value in (0.0, bar.value))
-            low, high = (axis.place(value, left, right) for value in (bar.low, bar.high))
+            x, low, high = (axis.place(value, left, right) for value in (bar.value, bar.low, bar.high))
             middle = y + _BAR / 2
             parts.append(_text(bar.label, left - 8, y + 11, anchor="end"))
-            parts.append(_box(bar.look, x0, y, max(x1 - x0, 0.5)))
+            parts.append(_point(bar.look, left, x, middle) if chart.log else _box(bar.look, left, y, x - left))
             parts.append(f'<path class="whisker" d="M{low:.1f} {middle:.1f} H{high:.1f} m0 -4 v8"/>')
-            parts.append(_text(digits(bar.value), max(x1, high) + 6, y + 11))
+            parts.append(_text(digits(bar.value), max(x + 6 * chart.log, high) + 6, y + 11))
             y += _BAR + _GAP
         for bar in bars:
             if bar.is_floor:
@@ -116,9 +116,14 @@ def _bars(chart: Bars) -> tuple[list[str], int]:
 
 
 def _box(look: Look, x: float, y: float, width: float) -> str:
-    box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_BAR}"'
+    box = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{_BAR}"'
     hatch = f'<rect {box} fill="url(#h{look.number})"/>' if look.number and _HATCHES[look.number] else ""
     return f'<g class="c{look.number}"><rect class="bar" {box}/>{hatch}</g>'
+
+
+def _point(look: Look, left: float, x: float, y: float) -> str:
+    """Return a mark at the end of a faint line."""
+    return f'<path class="grid" d="M{left:.1f} {y:.1f} H{x:.1f}"/><g class="c{look.number}">{_mark(look, x, y)}</g>'
 
 
 def _lines(chart: Lines) -> tuple[list[str], int]:
