@@ -11,46 +11,36 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from protocol_model import GiveUp
 from push_scenario import Break, Operation, Scenario, operations_of, words_of
+from push_state import (
+    COUNT,
+    DEAD,
+    DONE,
+    ENDED,
+    ENTER,
+    FIRST,
+    LOSSES,
+    MISSED,
+    NAMES,
+    PACKET,
+    RAISED,
+    REST,
+    ROW,
+    RUNS,
+    SEEN,
+    SEND,
+    SETTLE,
+    TAKE,
+    UNSEEN,
+    WAITING,
+    Block,
+    Rank,
+    State,
+)
 from state_explorer import Step
-
-RUNS, DONE, RAISED, DEAD = range(4)
-ENTER, SEND, TAKE, SETTLE, REST, ENDED = range(6)
-WAITING = (TAKE, SETTLE, REST)
-COUNT, PACKET, ROW = range(3)
-NAMES = ("count", "packet", "row")
-FIRST = 0  # the block that sends packets
-UNSEEN, SEEN, MISSED = range(3)
-LOSSES = 1  # a packet is epoch * 2, plus this flag if its sender has losses to tell of
-
-
-class _Block(NamedTuple):
-    operation: int = 0
-    phase: int = ENTER
-    num_sent: int = 0
-    seen: tuple[int, ...] = ()  # of each word that is awaited in this phase
-    absent: int = 0  # set of ranks
-    published: int = -1  # set of ranks whose counts this block has given up; -1: it has not spoken
-
-
-class _Rank(NamedTuple):
-    status: int = RUNS
-    blocks: tuple[_Block, ...] = ()
-    lost_in: tuple[int, ...] = ()  # 1 + index of the operation in which each rank was lost, or 0
-    is_given_up: bool = False
-    uncleared: int = 0  # set of row words that were cleared, which is not yet to be seen
-    starts: tuple[int, int] = (0, 0)  # who was lost when the operation before began, and this one
-    ended_in: int = 0  # 1 + index of the operation in which a wait has ended the communicator, or 0
-
-
-class _State(NamedTuple):
-    ranks: tuple[_Rank, ...]
-    words: tuple[int, ...]
-    notices: tuple[int, ...]  # of (source, reader): a set of ranks
-    fault: str = ""
 
 
 def _replaced(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
@@ -64,16 +54,16 @@ class PushProtocol:
         self.scenario, self.change = scenario, scenario.change
         self.operations = operations_of(scenario)
         self.num_channels = 1 + max(operation.channel for operation in self.operations)
-        self.start = (_Block(),) * scenario.num_blocks
+        self.start = (Block(),) * scenario.num_blocks
         self.todo = functools.cache(self._todo)
         self.awaited = functools.cache(self._awaited)
 
-    def initial(self) -> _State:
+    def initial(self) -> State:
         size = self.scenario.num_ranks
-        rank = _Rank(blocks=self.start, lost_in=(0,) * size)
-        return _State((rank,) * size, (0,) * (size * size * self.num_channels * 6), (0,) * size**2)
+        rank = Rank(blocks=self.start, lost_in=(0,) * size)
+        return State((rank,) * size, (0,) * (size * size * self.num_channels * 6), (0,) * size**2)
 
-    def successors(self, state: _State) -> Iterator[tuple[Step, _State]]:
+    def successors(self, state: State) -> Iterator[tuple[Step, State]]:
         num_dead = sum(rank.status == DEAD for rank in state.ranks)
         for me, rank in enumerate(state.ranks):
             if rank.status != RUNS:
@@ -85,7 +75,7 @@ class PushProtocol:
             for which, block in enumerate(rank.blocks):
                 yield from self._block_steps(state, me, which, block)
 
-    def _block_steps(self, state: _State, me: int, which: int, block: _Block) -> Iterator[tuple[Step, _State]]:
+    def _block_steps(self, state: State, me: int, which: int, block: Block) -> Iterator[tuple[Step, State]]:
         if block.phase == ENDED:
             if self.change is Break.NO_DEPENDENCY_WAIT and block.operation < len(self.operations):
                 yield self._next_operation(state, me, which)
@@ -108,7 +98,7 @@ class PushProtocol:
         place = (reader * self.scenario.num_ranks + source) * self.num_channels + operation.channel
         return (place * 2 + operation.buffer) * 3 + word
 
-    def _clear(self, state: _State, me: int) -> _State:
+    def _clear(self, state: State, me: int) -> State:
         words = list(state.words)
         uncleared = state.ranks[me].uncleared
         for at in range(len(words)):
@@ -116,24 +106,24 @@ class PushProtocol:
                 words[at] = 0
         return self._with_rank(state._replace(words=tuple(words)), me, uncleared=0)
 
-    def _store_row(self, state: _State, me: int, peer: int, operation: Operation, value: int) -> _State:
+    def _store_row(self, state: State, me: int, peer: int, operation: Operation, value: int) -> State:
         if not self._has_row(operation, me, peer) or (me, peer) in self.scenario.cut:
             return state
         return state._replace(words=_replaced(state.words, self._at(peer, me, operation, ROW), value))
 
     # What a rank and a block become
 
-    def _with_rank(self, state: _State, me: int, **changes: Any) -> _State:
+    def _with_rank(self, state: State, me: int, **changes: Any) -> State:
         return state._replace(ranks=_replaced(state.ranks, me, state.ranks[me]._replace(**changes)))
 
-    def _with_block(self, state: _State, me: int, which: int, **changes: Any) -> _State:
+    def _with_block(self, state: State, me: int, which: int, **changes: Any) -> State:
         blocks = state.ranks[me].blocks
         return self._with_rank(state, me, blocks=_replaced(blocks, which, blocks[which]._replace(**changes)))
 
-    def _ended(self, state: _State, me: int, status: int) -> _State:
+    def _ended(self, state: State, me: int, status: int) -> State:
         return self._with_rank(state, me, status=status, blocks=self.start, starts=(0, 0))
 
-    def _lost(self, rank: _Rank) -> int:
+    def _lost(self, rank: Rank) -> int:
         return sum(1 << peer for peer, lost_in in enumerate(rank.lost_in) if lost_in)
 
     def _has_row(self, operation: Operation, source: int, reader: int) -> bool:
@@ -169,7 +159,7 @@ class PushProtocol:
 
     # Steps
 
-    def _enter(self, state: _State, me: int, which: int, operation: Operation) -> tuple[Step, _State]:
+    def _enter(self, state: State, me: int, which: int, operation: Operation) -> tuple[Step, State]:
         rank = state.ranks[me]
         if rank.is_given_up:
             return (me, "finds itself given up entering", operation), self._ended(state, me, RAISED)
@@ -182,7 +172,7 @@ class PushProtocol:
         after = self._with_block(state, me, which, phase=SEND, num_sent=0, absent=before)
         return (me, "enters by block", which, operation), after
 
-    def _send(self, state: _State, me: int, which: int, operation: Operation) -> tuple[Step, _State]:
+    def _send(self, state: State, me: int, which: int, operation: Operation) -> tuple[Step, State]:
         """Store the next word to the next rank, packets first."""
         block = state.ranks[me].blocks[which]
         todo = self.todo(me, which, operation, block.absent)
@@ -204,13 +194,13 @@ class PushProtocol:
             after = self._waiting(after, me, which, then, operation)
         return (me, "stores", NAMES[kind], "to rank", peer, operation), after
 
-    def _waiting(self, state: _State, me: int, which: int, phase: int, operation: Operation) -> _State:
+    def _waiting(self, state: State, me: int, which: int, phase: int, operation: Operation) -> State:
         absent = state.ranks[me].blocks[which].absent
         seen = (UNSEEN,) * len(self.awaited(me, which, operation, absent, phase))
         after = self._with_block(state, me, which, phase=phase, seen=seen)
         return after if seen else self._finish_phase(after, me, which, operation)
 
-    def _await(self, state: _State, me: int, which: int, operation: Operation) -> Iterator[tuple[Step, _State]]:
+    def _await(self, state: State, me: int, which: int, operation: Operation) -> Iterator[tuple[Step, State]]:
         """Look for the word of each rank that this phase needs; when there is none left to look for, go on."""
         rank = state.ranks[me]
         block = rank.blocks[which]
@@ -242,7 +232,7 @@ class PushProtocol:
     def _is_here(self, word: int, operation: Operation) -> bool:
         return word >> 1 == (1 if self.change is Break.CONSTANT_PACKET else operation.epoch)
 
-    def _see(self, state: _State, me: int, which: int, index: int, word: int) -> _State:
+    def _see(self, state: State, me: int, which: int, index: int, word: int) -> State:
         block = state.ranks[me].blocks[which]
         operation = self.operations[block.operation]
         kind, peer = self.awaited(me, which, operation, block.absent, block.phase)[index]
@@ -257,14 +247,14 @@ class PushProtocol:
             state = self._with_rank(state, me, uncleared=uncleared)
         return self._know(state, me, which, index, SEEN)
 
-    def _know(self, state: _State, me: int, which: int, index: int, knowledge: int) -> _State:
+    def _know(self, state: State, me: int, which: int, index: int, knowledge: int) -> State:
         """Note what has become of a word, and go on when that was the last one of the phase."""
         block = state.ranks[me].blocks[which]
         seen = _replaced(block.seen, index, knowledge)
         after = self._with_block(state, me, which, seen=seen)
         return after if UNSEEN in seen else self._finish_phase(after, me, which, self.operations[block.operation])
 
-    def _finish_phase(self, state: _State, me: int, which: int, operation: Operation) -> _State:
+    def _finish_phase(self, state: State, me: int, which: int, operation: Operation) -> State:
         block = state.ranks[me].blocks[which]
         if block.phase == TAKE:
             peers = [peer for _, peer in self.awaited(me, which, operation, block.absent, TAKE)]
@@ -284,7 +274,7 @@ class PushProtocol:
             after = self._completed(after, me, operation)
         return after
 
-    def _settle(self, state: _State, me: int, which: int, operation: Operation) -> Iterator[tuple[Step, _State]]:
+    def _settle(self, state: State, me: int, which: int, operation: Operation) -> Iterator[tuple[Step, State]]:
         """With counts missing: hear what the other blocks say, each of which speaks once."""
         blocks = state.ranks[me].blocks
         if any(block.published < 0 for block in blocks):
@@ -294,7 +284,7 @@ class PushProtocol:
         after = self._with_block(state, me, which, absent=blocks[which].absent | agreed)
         yield (me, "settles by block", which, operation), self._waiting(after, me, which, REST, operation)
 
-    def _completed(self, state: _State, me: int, operation: Operation) -> _State:
+    def _completed(self, state: State, me: int, operation: Operation) -> State:
         rank = state.ranks[me]
         if operation.has_counts and len({block.absent for block in rank.blocks}) > 1 and not rank.ended_in:
             return state._replace(fault=f"blocks of rank {me} disagree who takes part in {words_of(operation)}")
@@ -312,7 +302,7 @@ class PushProtocol:
             _, state = self._next_operation(state, me, which)
         return state
 
-    def _next_operation(self, state: _State, me: int, which: int) -> tuple[Step, _State]:
+    def _next_operation(self, state: State, me: int, which: int) -> tuple[Step, State]:
         index = state.ranks[me].blocks[which].operation + 1
         said = state.ranks[me].blocks[which].published if self.change is Break.UNDATED_WORD else -1
         if index < len(self.operations):
@@ -329,7 +319,7 @@ class PushProtocol:
     def _notice(self, source: int, reader: int) -> int:
         return source * self.scenario.num_ranks + reader
 
-    def _may_give_up(self, state: _State, me: int, peer: int) -> bool:
+    def _may_give_up(self, state: State, me: int, peer: int) -> bool:
         other = state.ranks[peer]
         if other.status in (RAISED, DEAD, DONE):
             return self.scenario.give_up is not GiveUp.NEVER
@@ -341,14 +331,14 @@ class PushProtocol:
         is_late = self.scenario.late is None or peer in self.scenario.late
         return self.scenario.give_up is GiveUp.ANY_TIME and is_late
 
-    def _give_up(self, state: _State, me: int, peer: int, operation: Operation) -> tuple[Step, _State]:
+    def _give_up(self, state: State, me: int, peer: int, operation: Operation) -> tuple[Step, State]:
         if not self.scenario.mask:
             return (me, "gives up all for rank", peer, operation), self._with_rank(
                 state, me, ended_in=operation.index + 1
             )
         return (me, "gives up rank", peer, operation), self._unite(state, me, 1 << peer, operation)
 
-    def _unite(self, state: _State, me: int, named: int, operation: Operation) -> _State:
+    def _unite(self, state: State, me: int, named: int, operation: Operation) -> State:
         """Lose the ranks of a set, and tell all that remain."""
         rank = state.ranks[me]
         lost_in = tuple(
@@ -369,7 +359,7 @@ class PushProtocol:
                 state = self._with_rank(state, peer, is_given_up=True)
         return state._replace(notices=tuple(notices))
 
-    def _look_around(self, state: _State, me: int, operation: Operation) -> Iterator[tuple[Step, _State]]:
+    def _look_around(self, state: State, me: int, operation: Operation) -> Iterator[tuple[Step, State]]:
         """What a rank that waits does now and then: is it given up, and whom have others lost?"""
         rank = state.ranks[me]
         if rank.is_given_up:
@@ -382,10 +372,10 @@ class PushProtocol:
 
     # Verdicts
 
-    def fault(self, state: _State) -> str:
+    def fault(self, state: State) -> str:
         return state.fault
 
-    def final_fault(self, state: _State) -> str:
+    def final_fault(self, state: State) -> str:
         scenario = self.scenario
         ranks = state.ranks
         done = [me for me, rank in enumerate(ranks) if rank.status == DONE]
