@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+import reports
 from expertwire import cli
 from expertwire.bench import command
 from expertwire.bench.adapters import ADAPTERS
@@ -72,10 +76,10 @@ REFUSED = [
     (["--workload", "nosuch"], "--workload 'nosuch': must be among mscclpp-latency"),
     (["--routing", "missing.npz"], "--routing missing.npz: cannot read it (No such file or directory)"),
     (["--routing", "missing.npz", "--workload", "kimi-k3"], "--routing missing.npz: cannot read it"),
-    (["--json", "nosuch/out.json"], "--json nosuch/out.json: its folder does not exist"),
-    (["--json", "/"], "--json /: is a folder"),
+    (["--json", "nosuch/out.json"], "--json nosuch/out.json: cannot be written there: its folder does not exist"),
+    (["--json", "/"], "--json /: cannot be written there: is a folder"),
     (["--json", "/proc/out.json"], "--json /proc/out.json: cannot be written ("),
-    (["--plot", "out.svg"], "--plot out.svg: must end in .html or .png"),
+    (["--plot", "out.svg"], "--plot out.svg: must end with .html or .png"),
 ]
 
 
@@ -87,6 +91,74 @@ def test_options_that_cannot_be_used_end_with_one_line(
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "socket": make_socket,
+    "link to a FIFO": lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo")),
+    "link to a folder": lambda path: path.symlink_to("folder"),
+    "link to nowhere": lambda path: path.symlink_to("nosuch/out"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+OUTPUTS = {
+    "--json": ["--json", "out.html"],
+    "--plot": ["--plot", "out.html"],
+    "-o": ["report", "a.json", "-o", "out.html"],
+}
+
+
+def what_is_there(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.lstat().st_ino, path.lstat().st_mode) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_what_is_no_regular_file_is_neither_written_nor_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    option: str,
+    make: Callable[[Path], object],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expertwire.bench.request.measure_all", None)
+    (tmp_path / "folder").mkdir()
+    reports.save(reports.simple(), tmp_path / "a.json")
+    make(Path("out.html"))
+    before = what_is_there(tmp_path)
+    assert run_cli(monkeypatch, *OUTPUTS[option]) == 2
+    printed = capsys.readouterr()
+    assert f": {option} out.html: " in printed.err
+    assert any(why in printed.err for why in ("is no regular file", "is a folder", "folder does not", "symbolic links"))
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert what_is_there(tmp_path) == before
+
+
+@pytest.mark.parametrize("option", OUTPUTS)
+@pytest.mark.parametrize("exists", [True, False])
+def test_links_stay_and_lead_to_what_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, exists: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expertwire.bench.request.run_request", lambda *_: reports.simple())
+    (tmp_path / "kept").mkdir()
+    reports.save(reports.simple(), tmp_path / "a.json")
+    target = tmp_path / "kept" / "real"
+    if exists:
+        target.write_text("old", encoding="utf-8")
+        target.chmod(0o640)
+    Path("out.html").symlink_to("kept/real")
+    assert run_cli(monkeypatch, *OUTPUTS[option]) == 0
+    assert os.readlink("out.html") == "kept/real"
+    assert target.read_bytes()[:2] in (b"<!", b'{"')
+    assert not exists or target.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in target.parent.iterdir()] == ["real"]
 
 
 def test_dry_run_says_what_would_run_and_runs_nothing(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expertwire.bench.outputs import Outputs
 from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from expertwire.bench.request import Request
-    from expertwire.bench.schema import Report
 
 WIDTH_WITHOUT_TERMINAL = 150
 
@@ -166,50 +164,6 @@ def bench(
         raise typer.Exit(2 if isinstance(error, (InvalidArgumentError, UnsupportedError)) else 1) from None
     if not right:
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The files to write, as far as they are asked for."""
-
-    json_file: Path | None
-    plot_file: Path | None
-
-    def check(self) -> None:
-        """Raise InvalidArgumentError if a file could not be written, before anything has been measured."""
-        if self.plot_file is not None and self.plot_file.suffix not in (".html", ".png"):
-            raise InvalidArgumentError(f"--plot {self.plot_file}: must end in .html or .png")
-        for option, path in (("--json", self.json_file), ("--plot", self.plot_file)):
-            if path is None:
-                continue
-            if not path.parent.is_dir():
-                raise InvalidArgumentError(f"{option} {path}: its folder does not exist")
-            if path.is_dir():
-                raise InvalidArgumentError(f"{option} {path}: is a folder")
-            part = path.with_name(f".{path.name}.part")
-            try:
-                part.touch()
-                part.unlink()
-            except OSError as error:
-                raise InvalidArgumentError(f"{option} {path}: cannot be written ({error.strerror})") from error
-        if self.plot_file is not None:
-            from expertwire.bench.plot import check_plot
-
-            check_plot(self.plot_file)  # a picture needs more than a place
-
-    def write(self, report: Report) -> None:
-        """Write the files, each whole or not at all."""
-        if self.json_file is not None:
-            part = self.json_file.with_name(f".{self.json_file.name}.part")
-            try:
-                part.write_text(json.dumps(report.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
-                part.replace(self.json_file)
-            finally:
-                part.unlink(missing_ok=True)
-        if self.plot_file is not None:
-            from expertwire.bench.plot import write_plot
-
-            write_plot(self.plot_file, [(self.plot_file.stem, report)])
 
 
 def _carry_out(request: Request, dry_run: bool, outputs: Outputs) -> bool:
