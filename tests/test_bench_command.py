@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -159,6 +160,39 @@ def test_links_stay_and_lead_to_what_is_written(
     assert target.read_bytes()[:2] in (b"<!", b'{"')
     assert not exists or target.stat().st_mode & 0o777 == 0o640
     assert [path.name for path in target.parent.iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("plot", ["out.html", "./out.html", "folder/../out.html", "link.html"])
+def test_one_file_for_two_results_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, plot: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.html").symlink_to("out.html")
+    assert run_cli(monkeypatch, "--json", "out.html", "--plot", plot) == 2
+    assert f"--plot {Path(plot)}: is the file of --json, too\n" in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_a_file_that_cannot_be_written_in_the_end_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    def full(path: Path, _target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expertwire.bench.request.run_request", lambda *_: reports.simple())
+    monkeypatch.setattr(Path, "replace", full)
+    reports.save(reports.simple(), tmp_path / "a.json")
+    (tmp_path / "out.html").write_text("old", encoding="utf-8")
+    assert run_cli(monkeypatch, *OUTPUTS[option]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f": {option} out.html: cannot be written (No space left on device)\n")
+    assert printed.err.count("\n") == 1
+    assert option == "-o" or "expertwire" in printed.out  # the table is printed all the same
+    assert (tmp_path / "out.html").read_text(encoding="utf-8") == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "out.html"]
 
 
 def test_dry_run_says_what_would_run_and_runs_nothing(

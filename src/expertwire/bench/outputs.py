@@ -38,6 +38,8 @@ class Outputs:
             from expertwire.bench.plot import check_plot
 
             check_plot("--plot", self.plot_file)
+        if self.json_file and self.plot_file and _target(self.json_file) == _target(self.plot_file):
+            raise InvalidArgumentError(f"--plot {self.plot_file}: is the file of --json, too")
 
     def write(self, report: Report) -> None:
         """Write the files, each whole or not at all. Raises what :meth:`check` does."""
