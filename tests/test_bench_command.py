@@ -84,11 +84,16 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry-run"])
 @pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_options_that_cannot_be_used_end_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+    dry_run: list[str],
 ) -> None:
-    assert run_cli(monkeypatch, *arguments) == 2
+    assert run_cli(monkeypatch, *arguments, *dry_run) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
@@ -156,7 +161,7 @@ def test_links_stay_and_lead_to_what_is_written(
         target.chmod(0o640)
     Path("out.html").symlink_to("kept/real")
     assert run_cli(monkeypatch, *OUTPUTS[option]) == 0
-    assert os.readlink("out.html") == "kept/real"
+    assert Path("out.html").readlink() == Path("kept/real")
     assert target.read_bytes()[:2] in (b"<!", b'{"')
     assert not exists or target.stat().st_mode & 0o777 == 0o640
     assert [path.name for path in target.parent.iterdir()] == ["real"]

@@ -71,7 +71,32 @@ REFUSED = {
 def test_what_cannot_be_used_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert run_cli(monkeypatch, *arguments) == 2
+    for dry_run in [], ["--dry-run"] if "192.0.2.77" not in said else []:
+        assert run_cli(monkeypatch, *arguments, *dry_run) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry-run"])
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [("mpi4py", "needs mpi4py"), ("mpirun", "needs mpirun of Open MPI"), ("", "is not of Open MPI")],
+)
+def test_what_this_host_lacks_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    lacking: str,
+    said: str,
+    dry_run: list[str],
+) -> None:
+    monkeypatch.setattr("expertwire.bench.nodes.find_spec", lambda name: None if name == lacking else name)
+    if lacking != "mpirun":
+        (tmp_path / "mpirun").write_text("#!/bin/sh\necho another MPI\n", encoding="utf-8")
+        (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_cli(monkeypatch, "--device", "cpu", "--nodes", "127.0.0.1", *dry_run) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)

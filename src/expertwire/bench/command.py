@@ -174,10 +174,10 @@ def _carry_out(request: Request, dry_run: bool, outputs: Outputs) -> bool:
     from expertwire.bench.request import print_plan, run_request
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    outputs.check()
     if dry_run:
         print_plan(request, console)
         return True
-    outputs.check()
     report = run_request(request, Console(stderr=True, soft_wrap=True))
     try:
         outputs.write(report)

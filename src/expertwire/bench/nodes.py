@@ -84,8 +84,12 @@ class Nodes:
         command = self.command(num_ranks, Path("hosts"), _program(Path("FOLDER")))
         return f"hosts: {' '.join(self.host_file(num_ranks).split())}\n{shlex.join(command)}"
 
-    def check(self, *, threads: bool) -> None:
+    def check(self, *, threads: bool, elsewhere: bool = False) -> None:
         """Raise what :meth:`run` would, without running anything.
+
+        Args:
+            threads: ranks are to be threads.
+            elsewhere: addresses of other hosts are fine, and what this host lacks for MPI does not matter then.
 
         Raises:
             InvalidArgumentError: ranks are to be threads.
@@ -94,6 +98,8 @@ class Nodes:
         if threads:
             raise InvalidArgumentError("--nodes: ranks over MPI are processes, not --threads")
         others = [address for address in self.addresses if not _is_own(address)]
+        if others and elsewhere:
+            return
         if others:
             raise UnsupportedError(
                 f"--nodes: {others[0]} is another host, and the libraries of this version exchange within one: name "

@@ -243,9 +243,14 @@ def _versions(libs: list[str]) -> dict[str, str]:
 
 
 def print_plan(request: Request, console: Console) -> None:
-    """Print what would be measured, and measure nothing. Raises what :func:`run_request` would for a wrong problem."""
+    """Print what would be measured, and measure nothing.
+
+    Raises what :func:`run_request` would before it measures, but goes on for ranks on other hosts.
+    """
     settings = request.settings
     request.check(find_gpus() if settings.device == "cuda" else Gpus())
+    if request.nodes is not None:
+        request.nodes.check(threads=settings.threads, elsewhere=True)
     kind = "threads" if settings.threads else "processes"
     where = "" if settings.device == "cpu" else f", {settings.device}"
     console.print(
