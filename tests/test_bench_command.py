@@ -45,6 +45,19 @@ def test_sweeps_make_every_combination() -> None:
     assert {problem.num_experts for problem in problems} == {896}
 
 
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        Sweep(tokens="8,8", layout="rank-major,rank_major"),
+        Sweep(workload="all", experts="8", tokens="5", hidden="128", topk="3"),
+        Sweep(routing="uniform,uniform", num_blocks="16, 16"),
+    ],
+)
+def test_what_is_named_twice_is_measured_once(sweep: Sweep) -> None:
+    problems = sweep.problems()
+    assert len(problems) == 1
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_set_the_shape(name: str) -> None:
     (problem,) = Sweep(workload=name).problems()
@@ -68,6 +81,18 @@ REFUSED = [
     (["--num-blocks", "0"], "--num-blocks 0: must be N, DISPATCH:COMBINE or all"),
     (["-t", "8,x"], "-t 8,x: must be a whole number"),
     (["-e", "0"], "-e 0: must be a whole number"),
+    (["-t", "8,99999999999999999999"], "-t 8,99999999999999999999: must be a whole number from 1 to 1048576"),
+    (["-t", "9" * 5000], "must be a whole number from 1 to 1048576"),
+    (["-e", "100000000000", "-t", "1"], "-e 100000000000: must be a whole number from 1 to 1048576"),
+    (["-d", "800000000000"], "-d 800000000000: must be a whole number from 1 to 1048576"),
+    (["--ranks", "1025"], "--ranks 1025: must be a whole number from 1 to 1024"),
+    (["--num-blocks", "16:1048577"], "--num-blocks 16:1048577: must be N, DISPATCH:COMBINE or all"),
+    (["-e", "1048576", "-t", "1048576"], "bf16: needs at least 24576.0 GiB, and this machine has "),
+    (["-d", "1048576", "-t", "1048576"], "bf16: needs at least 8192.0 GiB, and this machine has "),
+    *(
+        (["--timeout", text], f"--timeout {text}: must be a number of seconds from 0.001 to 1e+06")
+        for text in ("0", "-1", "nan", "inf", "2e+06")
+    ),
     (["-k", "33"], "num_topk = 33: must be between 1 and min(num_experts, 32) = 32"),
     (["-d", "100"], "hidden_size = 100: must be a multiple of 8 for BF16 rows"),
     (["-d", "136", "--dispatch-dtype", "fp8-e4m3"], "hidden_size = 136: must be a multiple of 128"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from expertwire.bench.request import Request
 
 WIDTH_WITHOUT_TERMINAL = 150
+_MOST, _MOST_PER_GRAPH = 1 << 20, 10000  # as expertwire-bench has them
 
 
 def _shape(text: str, *names: str) -> Any:
@@ -59,16 +60,18 @@ RoutingName = Annotated[str, _shape(_ROUTING_HELP)]
 Seed = Annotated[int, _method("Of tokens, routing and weights.", min=0)]
 Threads = Annotated[bool, _method("What ranks are.", "--threads/--processes")]
 Timeout = Annotated[float, _method("Longest wait for a rank, seconds.")]
-Warmup = Annotated[int, _method("Untimed pairs of each library.", "-w", "--warmup", min=0)]
-Iters = Annotated[int, _method("Timed pairs of each library.", "-i", "--iters", min=1)]
-Rounds = Annotated[int, _method("Turns in which the libraries alternate.", min=1)]
+Warmup = Annotated[int, _method("Untimed pairs of each library.", "-w", "--warmup", min=0, max=_MOST)]
+Iters = Annotated[int, _method("Timed pairs of each library.", "-i", "--iters", min=1, max=_MOST)]
+Rounds = Annotated[int, _method("Turns in which the libraries alternate.", min=1, max=_MOST)]
 Validate = Annotated[bool, _method("Check every timed pair.", "--validate")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the result: a .html page or a .png picture.")]
 Device = Annotated[str, _gpu("cpu, cuda, or auto: GPUs if there are some.", "--device")]
 CudaGraph = Annotated[bool | None, _gpu("Time captured graphs. [yes]", "--cuda-graph/--no-cuda-graph")]
-ItersPerGraph = Annotated[int | None, _gpu("Pairs in a captured graph. [50]", "--iters-per-graph", min=1)]
+ItersPerGraph = Annotated[
+    int | None, _gpu("Pairs in a captured graph. [50]", "--iters-per-graph", min=1, max=_MOST_PER_GRAPH)
+]
 KernelOnly = Annotated[
     bool | None, _gpu("Time the kernels alone; or leave that out. [both]", "--kernel-only/--no-kernel-rows")
 ]
@@ -159,7 +162,7 @@ def bench(
         problems = sweep.problems(where.num_nodes if where else 1)
         request = Request(libs, problems, settings, ("expertwire", *sys.argv[1:]), where)
         right = _carry_out(request, dry_run, Outputs(json_file, plot_file))
-    except (Error, OSError) as error:
+    except (Error, OSError, MemoryError) as error:
         typer.secho(f"expertwire bench: {error}", fg="red", err=True)
         raise typer.Exit(2 if isinstance(error, (InvalidArgumentError, UnsupportedError)) else 1) from None
     if not right:
