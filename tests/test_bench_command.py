@@ -17,7 +17,7 @@ from rich.console import Console
 
 import reports
 from expertwire import cli
-from expertwire.bench import command
+from expertwire.bench.command import WORKLOAD_HELP
 from expertwire.bench.adapters import ADAPTERS
 from expertwire.bench.request import Request, Sweep, run_request
 from expertwire.bench.schema import PHASES, Report, Settings
@@ -67,7 +67,7 @@ def test_workloads_set_the_shape(name: str) -> None:
 
 
 def test_help_names_every_workload() -> None:
-    assert command.WORKLOAD_HELP.endswith(f"by comma: {', '.join(WORKLOADS)}.")
+    assert WORKLOAD_HELP.endswith(f"by comma: {', '.join(WORKLOADS)}.")
 
 
 REFUSED = [
@@ -122,6 +122,52 @@ def test_options_that_cannot_be_used_end_with_one_line(
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+#: A line, who refuses it, and what is named in the words, which are Typer's.
+UNPARSED = [
+    ("bench --seed -1", "expertwire bench", "--seed"),
+    ("bench -i 0", "expertwire bench", "--iters"),
+    ("bench -i 1048577", "expertwire bench", "--iters"),
+    ("bench --iters abc", "expertwire bench", "--iters"),
+    ("bench --nosuch", "expertwire bench", "--nosuch"),
+    ("bench -t", "expertwire bench", "-t"),
+    ("bench more words", "expertwire bench", "'more'"),
+    ("bench report", "expertwire bench report", "FILES"),
+    ("bench compare a.json", "expertwire bench compare", "AFTER"),
+    ("bench compare a b extra", "expertwire bench compare", "extra"),
+    ("bench compare a b --threshold abc", "expertwire bench compare", "--threshold"),
+    ("compile", "expertwire compile", "--architecture"),
+    ("run --layers x", "expertwire run", "--layers"),
+    ("info more", "expertwire info", "more"),
+    ("nosuch", "expertwire", "'nosuch'"),
+    ("--nosuch", "expertwire", "--nosuch"),
+]
+
+
+@pytest.mark.parametrize(("line", "command", "named"), UNPARSED, ids=[line for line, *_ in UNPARSED])
+def test_lines_that_cannot_be_parsed_end_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, command: str, named: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["expertwire", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.err.startswith(f"{command}: ")
+    assert named.lower() in printed.err.lower()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["bench", "--help"], ["bench", "report", "--help"]])
+def test_help_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["expertwire", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert "Usage: expertwire" in capsys.readouterr().out
 
 
 def make_socket(path: Path) -> None:

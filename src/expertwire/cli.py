@@ -6,6 +6,7 @@ A command imports what it needs when it is called, so that ``info`` answers wher
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,8 +15,10 @@ import typer
 from expertwire.bench.command import Combine, Experts, Hidden, Layout, Payload, Ranks, Tokens, Topk, Workload
 from expertwire.errors import BackendError, Error, InvalidArgumentError, UnsupportedError
 
-#: Exit statuses besides 0. Typer, too, ends with 2 on a command line that it cannot parse.
-FAILED, BAD_USAGE = 1, 2
+#: Exit statuses besides 0.
+FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
+#: What is raised for a command line that cannot be parsed: a class of Typer's or, in older versions, of Click's.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def _show_version(asked: bool) -> None:
@@ -171,9 +174,27 @@ def make_app() -> typer.Typer:
     return app
 
 
-def main() -> None:
-    """Runs the command line."""
-    make_app()()
+def main() -> NoReturn:
+    """Runs the command line and ends the process."""
+    sys.exit(_status_of(sys.argv[1:] or ["--help"]))
+
+
+def _status_of(arguments: list[str]) -> int:
+    """Runs a command and returns its exit status."""
+    try:
+        status = make_app()(arguments, prog_name="expertwire", standalone_mode=False)
+    except _UsageError as error:
+        _say_usage(error, arguments)
+        return BAD_USAGE
+    except typer.Abort:  # older versions of Typer make it of an interrupt
+        return INTERRUPTED
+    return int(status or 0)
+
+
+def _say_usage(error: Any, arguments: list[str]) -> None:
+    """Tells in one line what is wrong with a command line."""
+    command = error.ctx.command_path if error.ctx else f"expertwire {arguments[0]}"
+    typer.secho(f"{command}: {' '.join(error.format_message().split())}", fg="red", err=True)
 
 
 def _leave(command: str, error: Exception) -> NoReturn:
