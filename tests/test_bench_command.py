@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
+import shutil
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +23,14 @@ from rich.console import Console
 
 import reports
 from expertwire import cli
-from expertwire.bench.command import WORKLOAD_HELP
 from expertwire.bench.adapters import ADAPTERS
+from expertwire.bench.command import WORKLOAD_HELP
 from expertwire.bench.request import Request, Sweep, run_request
 from expertwire.bench.schema import PHASES, Report, Settings
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.errors import UnsupportedError
 from expertwire.types import DispatchLayout
+from launching import plain_environment
 from test_bench import WrongCombine
 
 ROOT = Path(__file__).parents[1]
@@ -292,7 +299,8 @@ def test_what_is_not_supported_is_bad_usage(
     assert "expertwire bench: not in this version" in capsys.readouterr().err
 
 
-SMALL_ARGUMENTS = ["--device", "cpu", "--threads", "-e", "8", "-t", "5", "-d", "128", "-k", "3", "-w", "1", "-i", "4"]
+SMALL_SHAPE = ["--device", "cpu", "-e", "8", "-t", "5", "-d", "128", "-k", "3", "-w", "1"]
+SMALL_ARGUMENTS = [*SMALL_SHAPE, "--threads", "-i", "4"]
 
 
 def test_the_command_prints_a_row_per_phase_and_writes_every_sample(
@@ -350,3 +358,80 @@ def test_a_wrong_library_gives_exit_status_1(
     monkeypatch.setitem(ADAPTERS, WrongCombine.name, WrongCombine)
     assert run_cli(monkeypatch, "--ep-lib", WrongCombine.name, *SMALL_ARGUMENTS) == 1
     assert "wrong-combine: FAILED: rank 0: Error: wrong result: combined tokens[0, 0]" in capsys.readouterr().out
+
+
+# What ends the command
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the names of the processes that make temporary files in a folder."""
+    names = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                names.append((process / "comm").read_text().strip())
+    return names
+
+
+def within(seconds: float, true: Callable[[], object]) -> bool:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def steps(folder: Path) -> list[Path]:
+    """Return the files in which ranks count what they have done."""
+    return list(folder.glob("expertwire-*/*/steps.*"))
+
+
+def segments_of_mpi() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vader_segment.*")}  # noqa: S108
+
+
+FOR_LONG = [*SMALL_SHAPE, "-i", "1000000", "--rounds", "1"]
+RANKS = {
+    "threads": ["--ep-lib", "floor", "--threads"],
+    "processes": ["--ep-lib", "floor"],
+    "MPI": ["--ep-lib", "floor", "--nodes", "127.0.0.1"],
+    "C++": ["--ep-lib", "expertwire-cpp"],
+}
+
+
+@pytest.fixture
+def signals_count() -> Iterator[None]:
+    """Have processes that are started now not ignore what this one does, such as under nohup."""
+    ignored = [one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_IGN]
+    for one in ignored:
+        signal.signal(one, lambda *_: None)  # a handler is not passed on
+    yield
+    for one in ignored:
+        signal.signal(one, signal.SIG_IGN)
+
+
+@pytest.mark.usefixtures("signals_count")
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name
+)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_signal_ends_everything_and_leaves_nothing(tmp_path: Path, ranks: str, how: signal.Signals) -> None:
+    if ranks == "MPI" and (shutil.which("mpirun") is None or find_spec("mpi4py") is None):
+        pytest.skip("needs mpirun and mpi4py")
+    before = segments_of_mpi()
+    command = [sys.executable, "-m", "expertwire", "bench", *RANKS[ranks], *FOR_LONG]
+    environment = plain_environment(TMPDIR=tmp_path)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as driver:
+        at_work = (lambda: "expertwire-benc" in processes_of(tmp_path)) if ranks == "C++" else lambda: steps(tmp_path)
+        try:
+            assert within(60, at_work)
+            # Ctrl-C is for all processes in the foreground of a terminal.
+            os.killpg(driver.pid, how) if how is signal.SIGINT else driver.send_signal(how)
+            assert driver.wait(15) == (-how if how is signal.SIGKILL else 128 + how)
+        finally:
+            driver.kill()
+    assert within(15, lambda: not processes_of(tmp_path)), processes_of(tmp_path)
+    assert within(15, lambda: not segments_of_mpi() - before)
+    if how is not signal.SIGKILL:
+        assert not list(tmp_path.iterdir())

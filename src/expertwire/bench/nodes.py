@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from expertwire.bench.child import run_child
 from expertwire.errors import BackendError, InvalidArgumentError, UnsupportedError
 
 _TASK = "task.pickle"
@@ -125,21 +125,9 @@ class Nodes:
             (folder / _TASK).write_bytes(pickle.dumps((target, args)))
             host_file = folder / "hosts"
             host_file.write_text(self.host_file(num_ranks), encoding="utf-8")
-            command = self.command(num_ranks, host_file, _program(folder))
-            with (folder / "told").open("w+", encoding="utf-8", errors="replace") as told:
-                if (status := _wait_for(command, told)) != 0:
-                    told.seek(0)
-                    raise BackendError(_reason(folder, status, told.read()))
-
-
-def _wait_for(command: list[str], told: IO[str]) -> int:
-    """Run a command and return its exit status. Its input never ends before this process does: rank 0 looks at it."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told, stderr=told) as mpirun:
-        try:
-            return mpirun.wait()
-        except BaseException:
-            mpirun.terminate()
-            raise
+            done = run_child(self.command(num_ranks, host_file, _program(folder)))
+            if done.returncode:
+                raise BackendError(_reason(folder, done.returncode, done.stderr + done.stdout))
 
 
 def _program(folder: Path) -> list[str]:
@@ -157,9 +145,11 @@ def _reason(folder: Path, status: int, told: str) -> str:
 
 def _resolve(address: str) -> list[Any]:
     try:
-        return socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+        return socket.getaddrinfo(address, 0, family=socket.AF_INET, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise InvalidArgumentError(f"--nodes {address!r}: cannot be resolved ({error.strerror})") from error
+        raise InvalidArgumentError(
+            f"--nodes {address!r}: cannot be resolved to an IPv4 address ({error.strerror})"
+        ) from error
 
 
 def _is_own(address: str) -> bool:
@@ -174,14 +164,6 @@ def _is_own(address: str) -> bool:
     return False
 
 
-def _end_with_the_caller() -> None:
-    """End all ranks once whoever started mpirun is gone: then the input, which carries nothing, ends."""
-    from mpi4py import MPI
-
-    os.read(0, 1)
-    MPI.COMM_WORLD.Abort(1)
-
-
 def _run_rank(folder: Path) -> None:
     """Do the task of one rank that mpirun has started; whatever it raises ends all ranks."""
     from mpi4py import MPI
@@ -189,8 +171,6 @@ def _run_rank(folder: Path) -> None:
     from expertwire.groups import Group
 
     group = Group.from_mpi(MPI.COMM_WORLD)
-    if group.rank == 0:
-        threading.Thread(target=_end_with_the_caller, daemon=True).start()
     try:
         target, args = pickle.loads((folder / _TASK).read_bytes())  # noqa: S301 (written by ``run``)
         target(group, *args)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from expertwire.bench.adapters.base import Program
+from expertwire.bench.child import run_child
 from expertwire.bench.inputs import rank_input
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.errors import Error
@@ -43,13 +44,7 @@ class ExpertwireCpp(Program):
             result = Path(folder) / "result.json"
             limit = settings.timeout_s + _GRACE_S
             try:
-                done = subprocess.run(
-                    command(problem, settings, folder, result),
-                    capture_output=True,
-                    text=True,
-                    timeout=limit,
-                    check=False,
-                )
+                done = run_child(command(problem, settings, folder, result), limit)
             except subprocess.TimeoutExpired:
                 raise Error(f"{PROGRAM.name} was not done after {limit:.0f} s") from None
             if done.returncode:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from expertwire.bench.adapters.base import ALL_LAYOUTS, Program, refused
+from expertwire.bench.child import run_child
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.errors import Error
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
@@ -72,14 +73,7 @@ class Prebuilt(Program):
         if settings.nccl_lib_path:
             launcher += ["-x", f"LD_LIBRARY_PATH={settings.nccl_lib_path}"]
         try:
-            done = subprocess.run(
-                [*launcher, *cls.command(problem, settings)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_LIMIT_S,
-                check=False,
-            )
+            done = run_child([*launcher, *cls.command(problem, settings)], _LIMIT_S)
         except subprocess.TimeoutExpired:
             raise Error(f"{cls.name} was not done after {_LIMIT_S:.0f} s") from None
         samples = parse_summary(done.stdout)
