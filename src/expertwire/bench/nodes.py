@@ -62,14 +62,18 @@ class Nodes:
         """How many there are."""
         return len(self.addresses)
 
+    @property
+    def mpirun(self) -> str:
+        """Which program starts the ranks."""
+        return str(Path(self.mpi_prefix, "bin", "mpirun")) if self.mpi_prefix else "mpirun"
+
     def host_file(self, num_ranks: int) -> str:
         """Return a line for each rank; mpirun wants a host that is named twice written like this."""
         share = num_ranks // self.num_nodes
         return "".join(f"{address}\n" * share for address in self.addresses)
 
     def command(self, num_ranks: int, host_file: Path, program: list[str]) -> list[str]:
-        """Return the command line that runs a program on every rank."""
-        own = str(Path(self.mpi_prefix, "bin", "mpirun")) if self.mpi_prefix else "mpirun"
+        """Return the command line that runs a program, behind options of mpirun if need be, on every rank."""
         options = ["--hostfile", str(host_file), "-np", str(num_ranks), "--bind-to", "none"]
         if self.mpi_prefix:
             options += ["--prefix", self.mpi_prefix]
@@ -77,7 +81,7 @@ class Nodes:
             options += ["--mca", "btl_tcp_if_include", self.interface, "--mca", "oob_tcp_if_include", self.interface]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
-        return [own, *options, *program]
+        return [self.mpirun, *options, *program]
 
     def plan(self, num_ranks: int) -> str:
         """Return in words what :meth:`run` would do."""
@@ -107,12 +111,11 @@ class Nodes:
             )
         if find_spec("mpi4py") is None:
             raise UnsupportedError("--nodes needs mpi4py: pip install 'expertwire[mpi]'")
-        (mpirun, *_) = self.command(1, Path(), [])
-        if shutil.which(mpirun) is None:
+        if shutil.which(self.mpirun) is None:
             raise UnsupportedError("--nodes needs mpirun of Open MPI: apt-get install openmpi-bin, or use --mpi-prefix")
-        told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False, timeout=_LOOK_S)
+        told = subprocess.run([self.mpirun, "--version"], capture_output=True, text=True, check=False, timeout=_LOOK_S)
         if "Open MPI" not in told.stdout:
-            raise UnsupportedError(f"--nodes: {mpirun} is not of Open MPI: use --mpi-prefix")
+            raise UnsupportedError(f"--nodes: {self.mpirun} is not of Open MPI: use --mpi-prefix")
 
     def run(self, num_ranks: int, target: Callable[..., Any], *args: Any) -> None:
         """Run ``target(group, *args)`` on every rank.
@@ -123,11 +126,18 @@ class Nodes:
         with tempfile.TemporaryDirectory(prefix="expertwire-") as name:
             folder = Path(name)
             (folder / _TASK).write_bytes(pickle.dumps((target, args)))
-            host_file = folder / "hosts"
-            host_file.write_text(self.host_file(num_ranks), encoding="utf-8")
-            done = run_child(self.command(num_ranks, host_file, _program(folder)))
+            done = self.launch(num_ranks, _program(folder))
             if done.returncode:
                 raise BackendError(_reason(folder, done.returncode, done.stderr + done.stdout))
+
+    def launch(
+        self, num_ranks: int, program: list[str], limit_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on every rank, and return what became of mpirun. Raises what :func:`run_child` does."""
+        with tempfile.TemporaryDirectory(prefix="expertwire-") as folder:
+            host_file = Path(folder, "hosts")
+            host_file.write_text(self.host_file(num_ranks), encoding="utf-8")
+            return run_child(self.command(num_ranks, host_file, program), limit_s)
 
 
 def _program(folder: Path) -> list[str]:

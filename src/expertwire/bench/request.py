@@ -277,5 +277,5 @@ def print_plan(request: Request, console: Console) -> None:
     for problem in request.problems:
         console.print(problem.title(), markup=False, highlight=False)
         for lib in request.libs:
-            state = obstacle(lib, problem, settings) or "would be checked and timed"
+            state = obstacle(lib, problem, settings, request.nodes) or "would be checked and timed"
             console.print(f"  {lib}: {state}", markup=False, highlight=False)
