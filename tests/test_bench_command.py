@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+import reports
 from expertwire import cli
-from expertwire.bench import command
 from expertwire.bench.adapters import ADAPTERS
+from expertwire.bench.command import WORKLOAD_HELP
 from expertwire.bench.request import Request, Sweep, run_request
 from expertwire.bench.schema import PHASES, Report, Settings
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.errors import UnsupportedError
 from expertwire.types import DispatchLayout
+from launching import plain_environment
 from test_bench import WrongCombine
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +52,19 @@ def test_sweeps_make_every_combination() -> None:
     assert {problem.num_experts for problem in problems} == {896}
 
 
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        Sweep(tokens="8,8", layout="rank-major,rank_major"),
+        Sweep(workload="all", experts="8", tokens="5", hidden="128", topk="3"),
+        Sweep(routing="uniform,uniform", num_blocks="16, 16"),
+    ],
+)
+def test_what_is_named_twice_is_measured_once(sweep: Sweep) -> None:
+    problems = sweep.problems()
+    assert len(problems) == 1
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_set_the_shape(name: str) -> None:
     (problem,) = Sweep(workload=name).problems()
@@ -49,7 +74,7 @@ def test_workloads_set_the_shape(name: str) -> None:
 
 
 def test_help_names_every_workload() -> None:
-    assert command.WORKLOAD_HELP.endswith(f"by comma: {', '.join(WORKLOADS)}.")
+    assert WORKLOAD_HELP.endswith(f"by comma: {', '.join(WORKLOADS)}.")
 
 
 REFUSED = [
@@ -63,6 +88,18 @@ REFUSED = [
     (["--num-blocks", "0"], "--num-blocks 0: must be N, DISPATCH:COMBINE or all"),
     (["-t", "8,x"], "-t 8,x: must be a whole number"),
     (["-e", "0"], "-e 0: must be a whole number"),
+    (["-t", "8,99999999999999999999"], "-t 8,99999999999999999999: must be a whole number from 1 to 1048576"),
+    (["-t", "9" * 5000], "must be a whole number from 1 to 1048576"),
+    (["-e", "100000000000", "-t", "1"], "-e 100000000000: must be a whole number from 1 to 1048576"),
+    (["-d", "800000000000"], "-d 800000000000: must be a whole number from 1 to 1048576"),
+    (["--ranks", "1025"], "--ranks 1025: must be a whole number from 1 to 1024"),
+    (["--num-blocks", "16:1048577"], "--num-blocks 16:1048577: must be N, DISPATCH:COMBINE or all"),
+    (["-e", "1048576", "-t", "1048576"], "bf16: needs at least 24576.0 GiB, and this machine has "),
+    (["-d", "1048576", "-t", "1048576"], "bf16: needs at least 8192.0 GiB, and this machine has "),
+    *(
+        (["--timeout", text], f"--timeout {text}: must be a number of seconds from 0.001 to 1e+06")
+        for text in ("0", "-1", "nan", "inf", "2e+06")
+    ),
     (["-k", "33"], "num_topk = 33: must be between 1 and min(num_experts, 32) = 32"),
     (["-d", "100"], "hidden_size = 100: must be a multiple of 8 for BF16 rows"),
     (["-d", "136", "--dispatch-dtype", "fp8-e4m3"], "hidden_size = 136: must be a multiple of 128"),
@@ -72,21 +109,173 @@ REFUSED = [
     (["--workload", "nosuch"], "--workload 'nosuch': must be among mscclpp-latency"),
     (["--routing", "missing.npz"], "--routing missing.npz: cannot read it (No such file or directory)"),
     (["--routing", "missing.npz", "--workload", "kimi-k3"], "--routing missing.npz: cannot read it"),
-    (["--json", "nosuch/out.json"], "--json nosuch/out.json: its folder does not exist"),
-    (["--json", "/"], "--json /: is a folder"),
+    (["--json", "nosuch/out.json"], "--json nosuch/out.json: cannot be written there: its folder does not exist"),
+    (["--json", "/"], "--json /: cannot be written there: is a folder"),
     (["--json", "/proc/out.json"], "--json /proc/out.json: cannot be written ("),
-    (["--plot", "out.svg"], "--plot out.svg: must end in .html or .png"),
+    (["--plot", "out.svg"], "--plot out.svg: must end with .html or .png"),
 ]
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry-run"])
 @pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_options_that_cannot_be_used_end_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+    dry_run: list[str],
 ) -> None:
-    assert run_cli(monkeypatch, *arguments) == 2
+    assert run_cli(monkeypatch, *arguments, *dry_run) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+#: A line, who refuses it, and what is named in the words, which are Typer's.
+UNPARSED = [
+    ("bench --seed -1", "expertwire bench", "--seed"),
+    ("bench -i 0", "expertwire bench", "--iters"),
+    ("bench -i 1048577", "expertwire bench", "--iters"),
+    ("bench --iters abc", "expertwire bench", "--iters"),
+    ("bench --nosuch", "expertwire bench", "--nosuch"),
+    ("bench -t", "expertwire bench", "-t"),
+    ("bench more words", "expertwire bench", "'more'"),
+    ("bench report", "expertwire bench report", "FILES"),
+    ("bench compare a.json", "expertwire bench compare", "AFTER"),
+    ("bench compare a b extra", "expertwire bench compare", "extra"),
+    ("bench compare a b --threshold abc", "expertwire bench compare", "--threshold"),
+    ("compile", "expertwire compile", "--architecture"),
+    ("run --layers x", "expertwire run", "--layers"),
+    ("info more", "expertwire info", "more"),
+    ("nosuch", "expertwire", "'nosuch'"),
+    ("--nosuch", "expertwire", "--nosuch"),
+]
+
+
+@pytest.mark.parametrize(("line", "command", "named"), UNPARSED, ids=[line for line, *_ in UNPARSED])
+def test_lines_that_cannot_be_parsed_end_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, command: str, named: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["expertwire", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.err.startswith(f"{command}: ")
+    assert named.lower() in printed.err.lower()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["bench", "--help"], ["bench", "report", "--help"]])
+def test_help_is_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["expertwire", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert "Usage: expertwire" in capsys.readouterr().out
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "socket": make_socket,
+    "link to a FIFO": lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo")),
+    "link to a folder": lambda path: path.symlink_to("folder"),
+    "link to nowhere": lambda path: path.symlink_to("nosuch/out"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+OUTPUTS = {
+    "--json": ["--json", "out.html"],
+    "--plot": ["--plot", "out.html"],
+    "-o": ["report", "a.json", "-o", "out.html"],
+}
+
+
+def what_is_there(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.lstat().st_ino, path.lstat().st_mode) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_what_is_no_regular_file_is_neither_written_nor_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    option: str,
+    make: Callable[[Path], object],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expertwire.bench.request.measure_all", None)
+    (tmp_path / "folder").mkdir()
+    reports.save(reports.simple(), tmp_path / "a.json")
+    make(Path("out.html"))
+    before = what_is_there(tmp_path)
+    assert run_cli(monkeypatch, *OUTPUTS[option]) == 2
+    printed = capsys.readouterr()
+    assert f": {option} out.html: " in printed.err
+    assert any(why in printed.err for why in ("is no regular file", "is a folder", "folder does not", "symbolic links"))
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert what_is_there(tmp_path) == before
+
+
+@pytest.mark.parametrize("option", OUTPUTS)
+@pytest.mark.parametrize("exists", [True, False])
+def test_links_stay_and_lead_to_what_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, exists: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expertwire.bench.request.run_request", lambda *_: reports.simple())
+    (tmp_path / "kept").mkdir()
+    reports.save(reports.simple(), tmp_path / "a.json")
+    target = tmp_path / "kept" / "real"
+    if exists:
+        target.write_text("old", encoding="utf-8")
+        target.chmod(0o640)
+    Path("out.html").symlink_to("kept/real")
+    assert run_cli(monkeypatch, *OUTPUTS[option]) == 0
+    assert Path("out.html").readlink() == Path("kept/real")
+    assert target.read_bytes()[:2] in (b"<!", b'{"')
+    assert not exists or target.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in target.parent.iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("plot", ["out.html", "./out.html", "folder/../out.html", "link.html"])
+def test_one_file_for_two_results_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, plot: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.html").symlink_to("out.html")
+    assert run_cli(monkeypatch, "--json", "out.html", "--plot", plot) == 2
+    assert f"--plot {Path(plot)}: is the file of --json, too\n" in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_a_file_that_cannot_be_written_in_the_end_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    def full(path: Path, _target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("expertwire.bench.request.run_request", lambda *_: reports.simple())
+    monkeypatch.setattr(Path, "replace", full)
+    reports.save(reports.simple(), tmp_path / "a.json")
+    (tmp_path / "out.html").write_text("old", encoding="utf-8")
+    assert run_cli(monkeypatch, *OUTPUTS[option]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f": {option} out.html: cannot be written (No space left on device)\n")
+    assert printed.err.count("\n") == 1
+    assert option == "-o" or "expertwire" in printed.out  # the table is printed all the same
+    assert (tmp_path / "out.html").read_text(encoding="utf-8") == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "out.html"]
 
 
 def test_dry_run_says_what_would_run_and_runs_nothing(
@@ -110,7 +299,8 @@ def test_what_is_not_supported_is_bad_usage(
     assert "expertwire bench: not in this version" in capsys.readouterr().err
 
 
-SMALL_ARGUMENTS = ["--device", "cpu", "--threads", "-e", "8", "-t", "5", "-d", "128", "-k", "3", "-w", "1", "-i", "4"]
+SMALL_SHAPE = ["--device", "cpu", "-e", "8", "-t", "5", "-d", "128", "-k", "3", "-w", "1"]
+SMALL_ARGUMENTS = [*SMALL_SHAPE, "--threads", "-i", "4"]
 
 
 def test_the_command_prints_a_row_per_phase_and_writes_every_sample(
@@ -168,3 +358,80 @@ def test_a_wrong_library_gives_exit_status_1(
     monkeypatch.setitem(ADAPTERS, WrongCombine.name, WrongCombine)
     assert run_cli(monkeypatch, "--ep-lib", WrongCombine.name, *SMALL_ARGUMENTS) == 1
     assert "wrong-combine: FAILED: rank 0: Error: wrong result: combined tokens[0, 0]" in capsys.readouterr().out
+
+
+# What ends the command
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the names of the processes that make temporary files in a folder."""
+    names = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                names.append((process / "comm").read_text().strip())
+    return names
+
+
+def within(seconds: float, true: Callable[[], object]) -> bool:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def steps(folder: Path) -> list[Path]:
+    """Return the files in which ranks count what they have done."""
+    return list(folder.glob("expertwire-*/*/steps.*"))
+
+
+def segments_of_mpi() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vader_segment.*")}  # noqa: S108
+
+
+FOR_LONG = [*SMALL_SHAPE, "-i", "1000000", "--rounds", "1"]
+RANKS = {
+    "threads": ["--ep-lib", "floor", "--threads"],
+    "processes": ["--ep-lib", "floor"],
+    "MPI": ["--ep-lib", "floor", "--nodes", "127.0.0.1"],
+    "C++": ["--ep-lib", "expertwire-cpp"],
+}
+
+
+@pytest.fixture
+def signals_count() -> Iterator[None]:
+    """Have processes that are started now not ignore what this one does, such as under nohup."""
+    ignored = [one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_IGN]
+    for one in ignored:
+        signal.signal(one, lambda *_: None)  # a handler is not passed on
+    yield
+    for one in ignored:
+        signal.signal(one, signal.SIG_IGN)
+
+
+@pytest.mark.usefixtures("signals_count")
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name
+)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_signal_ends_everything_and_leaves_nothing(tmp_path: Path, ranks: str, how: signal.Signals) -> None:
+    if ranks == "MPI" and (shutil.which("mpirun") is None or find_spec("mpi4py") is None):
+        pytest.skip("needs mpirun and mpi4py")
+    before = segments_of_mpi()
+    command = [sys.executable, "-m", "expertwire", "bench", *RANKS[ranks], *FOR_LONG]
+    environment = plain_environment(TMPDIR=tmp_path)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as driver:
+        at_work = (lambda: "expertwire-benc" in processes_of(tmp_path)) if ranks == "C++" else lambda: steps(tmp_path)
+        try:
+            assert within(60, at_work)
+            # Ctrl-C is for all processes in the foreground of a terminal.
+            os.killpg(driver.pid, how) if how is signal.SIGINT else driver.send_signal(how)
+            assert driver.wait(15) == (-how if how is signal.SIGKILL else 128 + how)
+        finally:
+            driver.kill()
+    assert within(15, lambda: not processes_of(tmp_path)), processes_of(tmp_path)
+    if how is not signal.SIGKILL:
+        assert within(15, lambda: not segments_of_mpi() - before)
+        assert not list(tmp_path.iterdir())

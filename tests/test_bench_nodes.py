@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from expertwire import cli
+from expertwire.bench.adapters.prebuilt import NcclEpBench
 from expertwire.bench.nodes import Nodes
+from expertwire.bench.schema import Problem, Settings
 from expertwire.errors import BackendError
 from expertwire.groups import Group
 from launching import mpirun, plain_environment
@@ -58,6 +61,7 @@ def test_the_command_line_names_what_was_asked_for() -> None:
 REFUSED = {
     "no address": (["--nodes", " "], "--nodes: must be one or more addresses"),
     "no such host": (["--nodes", "nosuch.invalid"], "--nodes 'nosuch.invalid': cannot be resolved"),
+    "IPv6": (["--nodes", "127.0.0.1 ::1"], "--nodes '::1': cannot be resolved to an IPv4 address"),
     "another host": (["--nodes", "127.0.0.1 192.0.2.77"], "--nodes: 192.0.2.77 is another host"),
     "no such interface": (["--nodes", "127.0.0.1", "--iface", "nosuch0"], "--iface 'nosuch0': must be among "),
     "no such MPI": (["--nodes", "127.0.0.1", "--mpi-prefix", "nosuch"], "--mpi-prefix nosuch: there is no bin/mpirun"),
@@ -71,7 +75,32 @@ REFUSED = {
 def test_what_cannot_be_used_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert run_cli(monkeypatch, *arguments) == 2
+    for dry_run in [], ["--dry-run"] if "192.0.2.77" not in said else []:
+        assert run_cli(monkeypatch, *arguments, *dry_run) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry-run"])
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [("mpi4py", "needs mpi4py"), ("mpirun", "needs mpirun of Open MPI"), ("", "is not of Open MPI")],
+)
+def test_what_this_host_lacks_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    lacking: str,
+    said: str,
+    dry_run: list[str],
+) -> None:
+    monkeypatch.setattr("expertwire.bench.nodes.find_spec", lambda name: None if name == lacking else name)
+    if lacking != "mpirun":
+        (tmp_path / "mpirun").write_text("#!/bin/sh\necho another MPI\n", encoding="utf-8")
+        (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_cli(monkeypatch, "--device", "cpu", "--nodes", "127.0.0.1", *dry_run) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
@@ -88,6 +117,42 @@ def test_dry_run_shows_hosts_and_command_even_of_other_hosts(
     assert "R 8" in printed
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry-run"])
+def test_ranks_that_are_threads_have_no_figures_over_mpi(
+    open_mpi: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dry_run: list[str]
+) -> None:
+    assert open_mpi
+    assert run_cli(monkeypatch, "--ep-lib", "expertwire-cpp", "--nodes", "127.0.0.1", *SMALL, *dry_run) == 0
+    said = "its ranks are threads of one process, without MPI: leave --nodes out"
+    assert f"expertwire-cpp: {'' if dry_run else 'no figures: '}{said}" in capsys.readouterr().out
+
+
+MPIRUN = """#!/bin/sh
+echo "$@" > {folder}/words
+cat $2 > {folder}/hosts
+echo "Dispatch (BF16): avg=12.50 us, min=12.1 us"
+"""
+
+
+@pytest.mark.parametrize("settings", [Settings(nccl_lib_path="/nccl"), Settings()], ids=["libraries", "none"])
+def test_programs_of_others_run_where_it_was_asked_for(tmp_path: Path, settings: Settings) -> None:
+    for name in ("bin/mpirun", "ep_bench"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(MPIRUN.format(folder=tmp_path), encoding="utf-8")
+        path.chmod(0o755)
+    nodes = Nodes(("127.0.0.1", "192.0.2.2"), "eth0", str(tmp_path))
+    settings = replace(settings, device="cuda", nccl_ep_bench=str(tmp_path / "ep_bench"))
+    assert NcclEpBench.obstacle(Problem(), settings, nodes) == ""
+    assert NcclEpBench.obstacle(Problem(), settings, Nodes((), mpi_prefix="nosuch")).startswith("needs mpirun")
+    samples = NcclEpBench.measure(Problem(num_ranks=4), settings, nodes)
+    assert {phase: times.tolist() for phase, times in samples.items()} == {"dispatch-launch": [[12500]]}
+    words = (tmp_path / "words").read_text(encoding="utf-8")
+    assert f"-np 4 --bind-to none --prefix {tmp_path} --mca btl_tcp_if_include eth0" in words
+    assert ("-x LD_LIBRARY_PATH=/nccl" in words) is bool(settings.nccl_lib_path)
+    assert (tmp_path / "hosts").read_text(encoding="utf-8") == nodes.host_file(4)
+
+
 def break_on_the_last_rank(group: Group) -> None:
     if group.rank == group.size - 1:
         raise ValueError("out of\nluck")
@@ -102,7 +167,9 @@ def test_what_a_rank_raises_is_told(open_mpi: str, monkeypatch: pytest.MonkeyPat
 
 SLEEPS = """
 import os, sys, time
+from expertwire.bench.adapters.prebuilt import NcclEpBench
 from expertwire.bench.nodes import Nodes
+from expertwire.bench.schema import Problem, Settings
 
 def sleep(group, path):
     with open(f"{path}.{group.rank}", "w") as file:

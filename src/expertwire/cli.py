@@ -5,7 +5,13 @@ A command imports what it needs when it is called, so that ``info`` answers wher
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,8 +20,12 @@ import typer
 from expertwire.bench.command import Combine, Experts, Hidden, Layout, Payload, Ranks, Tokens, Topk, Workload
 from expertwire.errors import BackendError, Error, InvalidArgumentError, UnsupportedError
 
-#: Exit statuses besides 0. Typer, too, ends with 2 on a command line that it cannot parse.
+#: Exit statuses besides 0.
 FAILED, BAD_USAGE = 1, 2
+#: The exit status of a command that a signal has ended is this and its number.
+_SIGNALLED = 128
+#: What is raised for a command line that cannot be parsed: a class of Typer's or, in older versions, of Click's.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def _show_version(asked: bool) -> None:
@@ -171,9 +181,56 @@ def make_app() -> typer.Typer:
     return app
 
 
-def main() -> None:
-    """Runs the command line."""
-    make_app()()
+def main() -> NoReturn:
+    """Runs the command line and ends the process."""
+    with _signals_raise():
+        status = _status_of(sys.argv[1:] or ["--help"])
+    if status > _SIGNALLED and threading.active_count() > 1:
+        # Ranks that are threads may be inside of a library: nobody waits for them, nor lets them see Python go.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Have what ends this process raise SystemExit, so that neither temporary folders nor other processes stay."""
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        for one in taken:
+            signal.signal(one, signal.SIG_IGN)  # nothing interrupts the tidying up
+        sys.exit(_SIGNALLED + number)
+
+    # What is ignored stays ignored: nohup does so.
+    taken = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for one in taken:
+        signal.signal(one, leave)
+    try:
+        yield
+    finally:
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def _status_of(arguments: list[str]) -> int:
+    """Runs a command and returns its exit status."""
+    try:
+        status = make_app()(arguments, prog_name="expertwire", standalone_mode=False)
+    except _UsageError as error:
+        _say_usage(error, arguments)
+        return BAD_USAGE
+    except typer.Abort:  # older versions of Typer make it of an interrupt
+        return _SIGNALLED + signal.SIGINT
+    except SystemExit as ended:
+        status = ended.code
+    return int(status or 0)
+
+
+def _say_usage(error: Any, arguments: list[str]) -> None:
+    """Tells in one line what is wrong with a command line."""
+    command = error.ctx.command_path if error.ctx else f"expertwire {arguments[0]}"
+    typer.secho(f"{command}: {' '.join(error.format_message().split())}", fg="red", err=True)
 
 
 def _leave(command: str, error: Exception) -> NoReturn:

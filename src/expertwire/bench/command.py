@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expertwire.bench.outputs import Outputs
 from expertwire.errors import Error, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from expertwire.bench.request import Request
-    from expertwire.bench.schema import Report
 
 WIDTH_WITHOUT_TERMINAL = 150
+_MOST, _MOST_PER_GRAPH = 1 << 20, 10000  # as expertwire-bench has them
 
 
 def _shape(text: str, *names: str) -> Any:
@@ -61,16 +60,18 @@ RoutingName = Annotated[str, _shape(_ROUTING_HELP)]
 Seed = Annotated[int, _method("Of tokens, routing and weights.", min=0)]
 Threads = Annotated[bool, _method("What ranks are.", "--threads/--processes")]
 Timeout = Annotated[float, _method("Longest wait for a rank, seconds.")]
-Warmup = Annotated[int, _method("Untimed pairs of each library.", "-w", "--warmup", min=0)]
-Iters = Annotated[int, _method("Timed pairs of each library.", "-i", "--iters", min=1)]
-Rounds = Annotated[int, _method("Turns in which the libraries alternate.", min=1)]
+Warmup = Annotated[int, _method("Untimed pairs of each library.", "-w", "--warmup", min=0, max=_MOST)]
+Iters = Annotated[int, _method("Timed pairs of each library.", "-i", "--iters", min=1, max=_MOST)]
+Rounds = Annotated[int, _method("Turns in which the libraries alternate.", min=1, max=_MOST)]
 Validate = Annotated[bool, _method("Check every timed pair.", "--validate")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the result: a .html page or a .png picture.")]
 Device = Annotated[str, _gpu("cpu, cuda, or auto: GPUs if there are some.", "--device")]
 CudaGraph = Annotated[bool | None, _gpu("Time captured graphs. [yes]", "--cuda-graph/--no-cuda-graph")]
-ItersPerGraph = Annotated[int | None, _gpu("Pairs in a captured graph. [50]", "--iters-per-graph", min=1)]
+ItersPerGraph = Annotated[
+    int | None, _gpu("Pairs in a captured graph. [50]", "--iters-per-graph", min=1, max=_MOST_PER_GRAPH)
+]
 KernelOnly = Annotated[
     bool | None, _gpu("Time the kernels alone; or leave that out. [both]", "--kernel-only/--no-kernel-rows")
 ]
@@ -161,55 +162,11 @@ def bench(
         problems = sweep.problems(where.num_nodes if where else 1)
         request = Request(libs, problems, settings, ("expertwire", *sys.argv[1:]), where)
         right = _carry_out(request, dry_run, Outputs(json_file, plot_file))
-    except (Error, OSError) as error:
+    except (Error, OSError, MemoryError) as error:
         typer.secho(f"expertwire bench: {error}", fg="red", err=True)
         raise typer.Exit(2 if isinstance(error, (InvalidArgumentError, UnsupportedError)) else 1) from None
     if not right:
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The files to write, as far as they are asked for."""
-
-    json_file: Path | None
-    plot_file: Path | None
-
-    def check(self) -> None:
-        """Raise InvalidArgumentError if a file could not be written, before anything has been measured."""
-        if self.plot_file is not None and self.plot_file.suffix not in (".html", ".png"):
-            raise InvalidArgumentError(f"--plot {self.plot_file}: must end in .html or .png")
-        for option, path in (("--json", self.json_file), ("--plot", self.plot_file)):
-            if path is None:
-                continue
-            if not path.parent.is_dir():
-                raise InvalidArgumentError(f"{option} {path}: its folder does not exist")
-            if path.is_dir():
-                raise InvalidArgumentError(f"{option} {path}: is a folder")
-            part = path.with_name(f".{path.name}.part")
-            try:
-                part.touch()
-                part.unlink()
-            except OSError as error:
-                raise InvalidArgumentError(f"{option} {path}: cannot be written ({error.strerror})") from error
-        if self.plot_file is not None:
-            from expertwire.bench.plot import check_plot
-
-            check_plot(self.plot_file)  # a picture needs more than a place
-
-    def write(self, report: Report) -> None:
-        """Write the files, each whole or not at all."""
-        if self.json_file is not None:
-            part = self.json_file.with_name(f".{self.json_file.name}.part")
-            try:
-                part.write_text(json.dumps(report.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
-                part.replace(self.json_file)
-            finally:
-                part.unlink(missing_ok=True)
-        if self.plot_file is not None:
-            from expertwire.bench.plot import write_plot
-
-            write_plot(self.plot_file, [(self.plot_file.stem, report)])
 
 
 def _carry_out(request: Request, dry_run: bool, outputs: Outputs) -> bool:
@@ -220,10 +177,10 @@ def _carry_out(request: Request, dry_run: bool, outputs: Outputs) -> bool:
     from expertwire.bench.request import print_plan, run_request
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    outputs.check()
     if dry_run:
         print_plan(request, console)
         return True
-    outputs.check()
     report = run_request(request, Console(stderr=True, soft_wrap=True))
     try:
         outputs.write(report)

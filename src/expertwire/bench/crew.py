@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import expertwire
@@ -11,6 +12,7 @@ from expertwire.bench.job import WRONG, Job, RankTimes, in_one_line
 from expertwire.bench.nodes import Nodes
 from expertwire.bench.progress import Listener
 from expertwire.bench.rank import measure_on_rank
+from expertwire.groups import Group
 from expertwire.progress import watched
 
 #: How often a library may break the processes of all ranks before it is left out for good.
@@ -98,13 +100,30 @@ def _run_ranks(work: Work, progress: Progress, nodes: Nodes | None) -> Exception
             if nodes is not None:
                 nodes.run(num_ranks, measure_on_rank, jobs)
             elif jobs[0].settings.threads:
-                with ThreadPoolExecutor(num_ranks) as pool:
-                    list(pool.map(measure_on_rank, expertwire.local_group(num_ranks), [jobs] * num_ranks))
+                _run_threads(num_ranks, jobs)
             else:
                 expertwire.spawn(measure_on_rank, num_ranks, jobs)
         except Exception as error:  # whatever ended a rank becomes the row of the library whose turn it was
             return error
     return None
+
+
+def _run_threads(num_ranks: int, jobs: list[Job]) -> None:
+    """Have threads do the jobs. An interrupt leaves them behind, as daemons: a rank may wait for long."""
+
+    def work(group: Group, done: Future[None]) -> None:
+        try:
+            measure_on_rank(group, jobs)
+            done.set_result(None)
+        except BaseException as error:  # raised below, in the thread that waits
+            done.set_exception(error)
+
+    ranks: list[Future[None]] = [Future() for _ in range(num_ranks)]
+    for group, done in zip(expertwire.local_group(num_ranks), ranks, strict=True):
+        threading.Thread(target=work, args=(group, done), daemon=True).start()
+    wait(ranks)
+    for done in ranks:
+        done.result()
 
 
 class _Shown:

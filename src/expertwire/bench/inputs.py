@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertwire import reference
-from expertwire.bench.routing import make_routing
+from expertwire.bench.routing import is_trace, make_routing
 from expertwire.bench.schema import Problem
 from expertwire.errors import InvalidArgumentError
 from expertwire.reference import BF16, RankInput
@@ -29,7 +30,7 @@ Numpy = NDArray[Any]
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise InvalidArgumentError if no library could run the problem or its routing cannot be read."""
+    """Raise InvalidArgumentError if no library could run the problem here or its routing cannot be read."""
     sizes = ("num_experts", "num_tokens", "hidden_size", "num_topk", "num_ranks")
     for name, value in ((name, getattr(problem, name)) for name in sizes):
         if value < 1:
@@ -42,8 +43,18 @@ def check_problem(problem: Problem) -> None:
     if problem.hidden_size % step:
         kind = problem.dispatch_dtype.name
         raise InvalidArgumentError(f"hidden_size = {problem.hidden_size}: must be a multiple of {step} for {kind} rows")
+    if (least := _least_bytes(problem)) > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise InvalidArgumentError(
+            f"{problem.shape()}: needs at least {least / 2**30:.1f} GiB, and this machine has {memory / 2**30:.1f}"
+        )
     for rank in range(problem.num_ranks):
         make_routing(problem, rank)
+
+
+def _least_bytes(problem: Problem) -> int:
+    """Return the bytes of what every problem takes: a draw of experts, or tokens and combined tokens of all ranks."""
+    draw = 0 if is_trace(problem.routing) else 3 * 8 * problem.num_tokens * problem.num_experts
+    return max(draw, 2 * 2 * problem.num_ranks * problem.num_tokens * problem.hidden_size)
 
 
 def rank_input(problem: Problem, rank: int) -> RankInput:

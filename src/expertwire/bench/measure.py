@@ -78,7 +78,7 @@ def measure_all(
             same = list(alike)
             do_jobs(same, Progress(listener, before), nodes)
             before += sum(job.num_steps for job, _ in same)
-    return [_run(problem, settings, libs, one) for problem, one in zip(problems, found, strict=True)]
+    return [_run(problem, settings, libs, one, nodes) for problem, one in zip(problems, found, strict=True)]
 
 
 def _jobs_of(problem: Problem, settings: Settings, libs: list[str], folder: Path) -> list[Job]:
@@ -105,10 +105,10 @@ def _save_expectation(job: Job) -> None:
             expected.save(job.expected_path(lib, rank))
 
 
-def _run(problem: Problem, settings: Settings, libs: list[str], found: Found) -> Run:
+def _run(problem: Problem, settings: Settings, libs: list[str], found: Found, nodes: Nodes | None) -> Run:
     """Return the figures of a problem. Programs are run now, one after the other."""
     num_bytes = payload_bytes_per_rank(problem)
-    results = [_result(lib, problem, settings, found) for lib in libs]
+    results = [_result(lib, problem, settings, found, nodes) for lib in libs]
     summed = [_summed(result, settings, num_bytes) for result in results]
     return Run(problem, num_bytes, with_ratios(summed))
 
@@ -120,14 +120,14 @@ def _summed(result: LibResult, settings: Settings, num_bytes: float) -> LibResul
     return replace(result, phases=phases, hidden_us=hidden_us(phases))
 
 
-def _result(lib: str, problem: Problem, settings: Settings, found: Found) -> LibResult:
+def _result(lib: str, problem: Problem, settings: Settings, found: Found, nodes: Nodes | None) -> LibResult:
     """Return a library's samples, or why it has none."""
-    if why := obstacle(lib, problem, settings):
+    if why := obstacle(lib, problem, settings, nodes):
         return LibResult(lib, Status.SKIPPED, why)
     notes = notes_of(lib, settings)
     if lib in PROGRAMS:
         try:
-            return LibResult(lib, Status.OK, notes=notes, samples=PROGRAMS[lib].measure(problem, settings))
+            return LibResult(lib, Status.OK, notes=notes, samples=PROGRAMS[lib].measure(problem, settings, nodes))
         except (Error, OSError) as error:
             return LibResult(lib, Status.FAILED, in_one_line(error), notes)
     ranks = found.times[lib]

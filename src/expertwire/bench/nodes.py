@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from expertwire.bench.child import run_child
 from expertwire.errors import BackendError, InvalidArgumentError, UnsupportedError
 
 _TASK = "task.pickle"
@@ -62,14 +62,18 @@ class Nodes:
         """How many there are."""
         return len(self.addresses)
 
+    @property
+    def mpirun(self) -> str:
+        """Which program starts the ranks."""
+        return str(Path(self.mpi_prefix, "bin", "mpirun")) if self.mpi_prefix else "mpirun"
+
     def host_file(self, num_ranks: int) -> str:
         """Return a line for each rank; mpirun wants a host that is named twice written like this."""
         share = num_ranks // self.num_nodes
         return "".join(f"{address}\n" * share for address in self.addresses)
 
     def command(self, num_ranks: int, host_file: Path, program: list[str]) -> list[str]:
-        """Return the command line that runs a program on every rank."""
-        own = str(Path(self.mpi_prefix, "bin", "mpirun")) if self.mpi_prefix else "mpirun"
+        """Return the command line that runs a program, behind options of mpirun if need be, on every rank."""
         options = ["--hostfile", str(host_file), "-np", str(num_ranks), "--bind-to", "none"]
         if self.mpi_prefix:
             options += ["--prefix", self.mpi_prefix]
@@ -77,15 +81,19 @@ class Nodes:
             options += ["--mca", "btl_tcp_if_include", self.interface, "--mca", "oob_tcp_if_include", self.interface]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
-        return [own, *options, *program]
+        return [self.mpirun, *options, *program]
 
     def plan(self, num_ranks: int) -> str:
         """Return in words what :meth:`run` would do."""
         command = self.command(num_ranks, Path("hosts"), _program(Path("FOLDER")))
         return f"hosts: {' '.join(self.host_file(num_ranks).split())}\n{shlex.join(command)}"
 
-    def check(self, *, threads: bool) -> None:
+    def check(self, *, threads: bool, elsewhere: bool = False) -> None:
         """Raise what :meth:`run` would, without running anything.
+
+        Args:
+            threads: ranks are to be threads.
+            elsewhere: addresses of other hosts are fine, and what this host lacks for MPI does not matter then.
 
         Raises:
             InvalidArgumentError: ranks are to be threads.
@@ -94,6 +102,8 @@ class Nodes:
         if threads:
             raise InvalidArgumentError("--nodes: ranks over MPI are processes, not --threads")
         others = [address for address in self.addresses if not _is_own(address)]
+        if others and elsewhere:
+            return
         if others:
             raise UnsupportedError(
                 f"--nodes: {others[0]} is another host, and the libraries of this version exchange within one: name "
@@ -101,12 +111,11 @@ class Nodes:
             )
         if find_spec("mpi4py") is None:
             raise UnsupportedError("--nodes needs mpi4py: pip install 'expertwire[mpi]'")
-        (mpirun, *_) = self.command(1, Path(), [])
-        if shutil.which(mpirun) is None:
+        if shutil.which(self.mpirun) is None:
             raise UnsupportedError("--nodes needs mpirun of Open MPI: apt-get install openmpi-bin, or use --mpi-prefix")
-        told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False, timeout=_LOOK_S)
+        told = subprocess.run([self.mpirun, "--version"], capture_output=True, text=True, check=False, timeout=_LOOK_S)
         if "Open MPI" not in told.stdout:
-            raise UnsupportedError(f"--nodes: {mpirun} is not of Open MPI: use --mpi-prefix")
+            raise UnsupportedError(f"--nodes: {self.mpirun} is not of Open MPI: use --mpi-prefix")
 
     def run(self, num_ranks: int, target: Callable[..., Any], *args: Any) -> None:
         """Run ``target(group, *args)`` on every rank.
@@ -117,23 +126,18 @@ class Nodes:
         with tempfile.TemporaryDirectory(prefix="expertwire-") as name:
             folder = Path(name)
             (folder / _TASK).write_bytes(pickle.dumps((target, args)))
-            host_file = folder / "hosts"
+            done = self.launch(num_ranks, _program(folder))
+            if done.returncode:
+                raise BackendError(_reason(folder, done.returncode, done.stderr + done.stdout))
+
+    def launch(
+        self, num_ranks: int, program: list[str], limit_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on every rank, and return what became of mpirun. Raises what :func:`run_child` does."""
+        with tempfile.TemporaryDirectory(prefix="expertwire-") as folder:
+            host_file = Path(folder, "hosts")
             host_file.write_text(self.host_file(num_ranks), encoding="utf-8")
-            command = self.command(num_ranks, host_file, _program(folder))
-            with (folder / "told").open("w+", encoding="utf-8", errors="replace") as told:
-                if (status := _wait_for(command, told)) != 0:
-                    told.seek(0)
-                    raise BackendError(_reason(folder, status, told.read()))
-
-
-def _wait_for(command: list[str], told: IO[str]) -> int:
-    """Run a command and return its exit status. Its input never ends before this process does: rank 0 looks at it."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told, stderr=told) as mpirun:
-        try:
-            return mpirun.wait()
-        except BaseException:
-            mpirun.terminate()
-            raise
+            return run_child(self.command(num_ranks, host_file, program), limit_s)
 
 
 def _program(folder: Path) -> list[str]:
@@ -151,9 +155,11 @@ def _reason(folder: Path, status: int, told: str) -> str:
 
 def _resolve(address: str) -> list[Any]:
     try:
-        return socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+        return socket.getaddrinfo(address, 0, family=socket.AF_INET, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise InvalidArgumentError(f"--nodes {address!r}: cannot be resolved ({error.strerror})") from error
+        raise InvalidArgumentError(
+            f"--nodes {address!r}: cannot be resolved to an IPv4 address ({error.strerror})"
+        ) from error
 
 
 def _is_own(address: str) -> bool:
@@ -168,14 +174,6 @@ def _is_own(address: str) -> bool:
     return False
 
 
-def _end_with_the_caller() -> None:
-    """End all ranks once whoever started mpirun is gone: then the input, which carries nothing, ends."""
-    from mpi4py import MPI
-
-    os.read(0, 1)
-    MPI.COMM_WORLD.Abort(1)
-
-
 def _run_rank(folder: Path) -> None:
     """Do the task of one rank that mpirun has started; whatever it raises ends all ranks."""
     from mpi4py import MPI
@@ -183,8 +181,6 @@ def _run_rank(folder: Path) -> None:
     from expertwire.groups import Group
 
     group = Group.from_mpi(MPI.COMM_WORLD)
-    if group.rank == 0:
-        threading.Thread(target=_end_with_the_caller, daemon=True).start()
     try:
         target, args = pickle.loads((folder / _TASK).read_bytes())  # noqa: S301 (written by ``run``)
         target(group, *args)

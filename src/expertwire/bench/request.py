@@ -37,6 +37,9 @@ _PACKAGES = {
 _Choice = TypeVar("_Choice", bound=Enum)
 _DEFAULT_SHAPE = Problem()
 _OPERATIONS = 2
+#: The largest size, the most ranks of a host, and how long a wait may be, seconds: as ``expertwire-bench`` has them.
+_MOST, _MOST_RANKS = 1 << 20, 1024
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e6
 _LAYOUTS = [DispatchLayout.EXPERT_MAJOR, DispatchLayout.RANK_MAJOR]
 
 
@@ -60,15 +63,18 @@ class Sweep:
     def problems(self, num_nodes: int = 1) -> list[Problem]:
         """Return all combinations, the last named option turning fastest; each node has ``--ranks`` ranks.
 
+        A combination that is named twice, such as by workloads of which every size is given, is there once.
+
         Raises:
             InvalidArgumentError: a value is not allowed.
         """
-        return [
+        problems = (
             replace(problem, num_ranks=problem.num_ranks * num_nodes)
             for routing in _words(self.routing)
             for shape in self._shapes(routing)
             for problem in self._problems_with_routing(routing, shape)
-        ]
+        )
+        return list(dict.fromkeys(problems))
 
     def _shapes(self, routing: str) -> list[Problem]:
         """Return what options that are left out stand for: one shape, or one for each workload."""
@@ -92,7 +98,7 @@ class Sweep:
             "num_experts": _integers("-e", self.experts, shape.num_experts),
             "num_topk": _integers("-k", self.topk, shape.num_topk),
             "hidden_size": _integers("-d", self.hidden, shape.hidden_size),
-            "num_ranks": _integers("--ranks", self.ranks, shape.num_ranks),
+            "num_ranks": _integers("--ranks", self.ranks, shape.num_ranks, _MOST_RANKS),
             "layout": _choices("--layout", self.layout, _LAYOUTS),
             "combine_mode": _choices("--combine-mode", self.combine_mode, list(CombineMode)),
             "dispatch_dtype": _choices("--dispatch-dtype", self.dispatch_dtype, list(DispatchDataType)),
@@ -118,25 +124,29 @@ def _grids(text: str | None) -> list[tuple[int, ...]]:
     """Return the grid sizes of a comma list of N, DISPATCH:COMBINE or ``all``, which is the library's own choice."""
     grids = []
     for word in _words(text or "all"):
-        sizes = [] if word == "all" else word.split(":")
-        if len(sizes) > _OPERATIONS or not all(size.isdecimal() and int(size) for size in sizes):
+        sizes = [] if word == "all" else [_whole(size) for size in word.split(":")]
+        if len(sizes) > _OPERATIONS or not all(sizes):
             raise InvalidArgumentError(
-                f"--num-blocks {text}: must be N, DISPATCH:COMBINE or all, or a comma list of them"
+                f"--num-blocks {text}: must be N, DISPATCH:COMBINE or all, or a comma list of them; N at most {_MOST}"
             )
-        grids.append(tuple(map(int, sizes)))
+        grids.append(tuple(sizes))
     return grids
 
 
-def _integers(option: str, text: str | None, default: int) -> list[int]:
-    if text is None:
-        return [default]
-    try:
-        values = [int(word) for word in _words(text)]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise InvalidArgumentError(f"{option} {text}: must be a whole number of at least 1, or a comma list of them")
+def _integers(option: str, text: str | None, default: int, most: int = _MOST) -> list[int]:
+    values = [default] if text is None else [_whole(word, most) for word in _words(text)]
+    if not all(values):
+        raise InvalidArgumentError(f"{option} {text}: must be a whole number from 1 to {most}, or a comma list of them")
     return values
+
+
+def _whole(word: str, most: int = _MOST) -> int:
+    """Return a whole number from 1 to ``most``; 0 stands for any other word."""
+    try:
+        value = int(word)
+    except ValueError:
+        return 0
+    return value if 1 <= value <= most else 0
 
 
 def _choices(option: str, text: str, members: list[_Choice]) -> list[_Choice]:
@@ -196,7 +206,12 @@ class Request:
     nodes: Nodes | None = None
 
     def check(self, gpus: Gpus) -> None:
-        """Raise InvalidArgumentError if a problem cannot be, or this machine has not the GPUs for it."""
+        """Raise InvalidArgumentError if a problem cannot be, or this machine has not the memory or GPUs for it."""
+        if not _SHORTEST_S <= self.settings.timeout_s <= _LONGEST_S:  # false for NaN, too
+            raise InvalidArgumentError(
+                f"--timeout {self.settings.timeout_s:g}: must be a number of seconds from {_SHORTEST_S:g} to "
+                f"{_LONGEST_S:g}"
+            )
         for problem in self.problems:
             check_problem(problem)
         if self.settings.device == "cpu":
@@ -243,9 +258,14 @@ def _versions(libs: list[str]) -> dict[str, str]:
 
 
 def print_plan(request: Request, console: Console) -> None:
-    """Print what would be measured, and measure nothing. Raises what :func:`run_request` would for a wrong problem."""
+    """Print what would be measured, and measure nothing.
+
+    Raises what :func:`run_request` would before it measures, but goes on for ranks on other hosts.
+    """
     settings = request.settings
     request.check(find_gpus() if settings.device == "cuda" else Gpus())
+    if request.nodes is not None:
+        request.nodes.check(threads=settings.threads, elsewhere=True)
     kind = "threads" if settings.threads else "processes"
     where = "" if settings.device == "cpu" else f", {settings.device}"
     console.print(
@@ -257,5 +277,5 @@ def print_plan(request: Request, console: Console) -> None:
     for problem in request.problems:
         console.print(problem.title(), markup=False, highlight=False)
         for lib in request.libs:
-            state = obstacle(lib, problem, settings) or "would be checked and timed"
+            state = obstacle(lib, problem, settings, request.nodes) or "would be checked and timed"
             console.print(f"  {lib}: {state}", markup=False, highlight=False)

@@ -39,7 +39,7 @@ def report(context: typer.Context, files: Files, *, output: Output = Path("repor
 
     try:
         _no_options_before(context)
-        write_plot(output, [(path.name, read_report(path)) for path in files])
+        write_plot("-o", output, [(path.name, read_report(path)) for path in files])
     except (InvalidArgumentError, UnsupportedError) as error:
         typer.secho(f"expertwire bench report: {error}", fg="red", err=True)
         raise typer.Exit(2) from None

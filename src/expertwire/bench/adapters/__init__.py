@@ -15,6 +15,7 @@ from expertwire.bench.adapters.nccl_ep import NcclEp
 from expertwire.bench.adapters.peer import Peer
 from expertwire.bench.adapters.prebuilt import MscclppCppBench, NcclEpBench
 from expertwire.bench.adapters.torch_a2a import TorchAllToAll
+from expertwire.bench.nodes import Nodes
 from expertwire.bench.schema import Problem, Settings
 from expertwire.errors import InvalidArgumentError
 
@@ -65,10 +66,10 @@ def notes_of(lib: str, settings: Settings) -> str:
     return PROGRAMS[lib].notes if lib in PROGRAMS else adapter_of(lib, settings).notes
 
 
-def obstacle(lib: str, problem: Problem, settings: Settings) -> str:
+def obstacle(lib: str, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> str:
     """Return in one line why a library has no figures for the problem, or an empty string."""
     if lib in PROGRAMS:
-        return PROGRAMS[lib].obstacle(problem, settings)
+        return PROGRAMS[lib].obstacle(problem, settings, nodes)
     if settings.device == "cpu" and lib not in ADAPTERS:
         return "needs NVIDIA GPUs: --device cuda"
     return adapter_of(lib, settings).obstacle(problem, settings)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from expertwire.bench.inputs import Observation, first_difference, reference_observations
+from expertwire.bench.nodes import Nodes
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.groups import Group
 from expertwire.reference import RankInput
@@ -144,12 +145,12 @@ class Program(ABC):
     notes: ClassVar[str]
 
     @classmethod
-    def obstacle(cls, problem: Problem, settings: Settings) -> str:
+    def obstacle(cls, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> str:
         """Return in one line why this program cannot run the problem here and what to do, or an empty string."""
-        del problem, settings
+        del problem, settings, nodes
         return ""
 
     @classmethod
     @abstractmethod
-    def measure(cls, problem: Problem, settings: Settings) -> Samples:
+    def measure(cls, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> Samples:
         """Run the program, which checks results itself. Raises Error if it breaks or a result is wrong."""

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from expertwire.bench.adapters.base import Program
+from expertwire.bench.child import run_child
 from expertwire.bench.inputs import rank_input
+from expertwire.bench.nodes import Nodes
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.errors import Error
 from expertwire.nvrtc import find_nvrtc_folders
@@ -28,28 +30,25 @@ class ExpertwireCpp(Program):
     notes = "C++ calls, no Python in the process, ranks are threads; not in turns with the others"
 
     @classmethod
-    def obstacle(cls, problem: Problem, settings: Settings) -> str:
+    def obstacle(cls, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> str:
         """Return why there are no figures."""
         del problem
+        if nodes is not None:
+            return "its ranks are threads of one process, without MPI: leave --nodes out"
         if not PROGRAM.is_file():
             return f"not installed: this package was built without its program {PROGRAM.name}"
         return "" if settings.host_rows else "does not time kernels alone"
 
     @classmethod
-    def measure(cls, problem: Problem, settings: Settings) -> Samples:
+    def measure(cls, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> Samples:
         """Run the program and return its samples. Raises Error with what it said if it failed."""
+        del nodes
         with tempfile.TemporaryDirectory(prefix="expertwire-") as folder:
             write_inputs(problem, Path(folder))
             result = Path(folder) / "result.json"
             limit = settings.timeout_s + _GRACE_S
             try:
-                done = subprocess.run(
-                    command(problem, settings, folder, result),
-                    capture_output=True,
-                    text=True,
-                    timeout=limit,
-                    check=False,
-                )
+                done = run_child(command(problem, settings, folder, result), limit)
             except subprocess.TimeoutExpired:
                 raise Error(f"{PROGRAM.name} was not done after {limit:.0f} s") from None
             if done.returncode:

@@ -12,11 +12,13 @@ from typing import ClassVar
 import numpy as np
 
 from expertwire.bench.adapters.base import ALL_LAYOUTS, Program, refused
+from expertwire.bench.nodes import Nodes
 from expertwire.bench.schema import Problem, Samples, Settings
 from expertwire.errors import Error
 from expertwire.types import CombineMode, DispatchDataType, DispatchLayout
 
 _LIMIT_S = 600.0
+_HERE = Nodes(("localhost",))
 #: What a program calls an operation in a line such as "Dispatch (BF16): avg=12.3 us, min=...", and what it is here.
 _LINES = {"Dispatch": "dispatch-launch", "Combine": "combine-launch", "Total": "pair-launch"}
 
@@ -48,7 +50,7 @@ class Prebuilt(Program):
         return [cls.path(settings), "-a", "ll", *words]
 
     @classmethod
-    def obstacle(cls, problem: Problem, settings: Settings) -> str:
+    def obstacle(cls, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> str:
         """Return what is missing or what the program cannot be told."""
         path = cls.path(settings)
         if settings.device != "cuda":
@@ -57,29 +59,19 @@ class Prebuilt(Program):
             return f"not installed: build it and name it with {cls.option}"
         obstacles = {
             f"{cls.option} {path}: is no program": not (Path(path).is_file() and os.access(path, os.X_OK)),
-            "needs mpirun: apt-get install openmpi-bin": shutil.which("mpirun") is None,
+            "needs mpirun: apt-get install openmpi-bin": shutil.which((nodes or _HERE).mpirun) is None,
             "does not time kernels alone here": not settings.host_rows,
             "refused: makes uniform routing of its own": problem.routing != "uniform",
         }
         return next((why for why, stands in obstacles.items() if stands), refused(problem, cls.layouts, cls.dtypes))
 
     @classmethod
-    def measure(cls, problem: Problem, settings: Settings) -> Samples:
+    def measure(cls, problem: Problem, settings: Settings, nodes: Nodes | None = None) -> Samples:
         """Run the program and return its averages, each as the only sample."""
-        launcher = ["mpirun", "-np", str(problem.num_ranks), "--bind-to", "none"]
-        if os.geteuid() == 0:
-            launcher.append("--allow-run-as-root")
-        if settings.nccl_lib_path:
-            launcher += ["-x", f"LD_LIBRARY_PATH={settings.nccl_lib_path}"]
+        variables = ["-x", f"LD_LIBRARY_PATH={settings.nccl_lib_path}"] if settings.nccl_lib_path else []
+        program = [*variables, *cls.command(problem, settings)]
         try:
-            done = subprocess.run(
-                [*launcher, *cls.command(problem, settings)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_LIMIT_S,
-                check=False,
-            )
+            done = (nodes or _HERE).launch(problem.num_ranks, program, _LIMIT_S)
         except subprocess.TimeoutExpired:
             raise Error(f"{cls.name} was not done after {_LIMIT_S:.0f} s") from None
         samples = parse_summary(done.stdout)
