@@ -21,21 +21,26 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def run_child(command: list[str], limit_s: float | None = None) -> subprocess.CompletedProcess[str]:
+def run_child(
+    command: list[str], limit_s: float | None = None, *, watches_input: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run a program until it ends and return its exit status and what it said.
 
     Args:
         command: the program and its arguments.
         limit_s: longest time, seconds; None: as long as it takes.
+        watches_input: the program sees to its end itself once its input, which is empty, ends with this process. Others
+            get SIGTERM then, as often as this process has threads: too often for mpirun to remove what ranks leave.
 
     Raises:
         subprocess.TimeoutExpired: it was not done in time, and has been ended.
     """
-    tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
+    tie = [] if watches_input else [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
+    stdin = subprocess.PIPE if watches_input else subprocess.DEVNULL
     # Files, as a pipe would stay open for as long as anything that the program has started.
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as errors:
         with subprocess.Popen(
-            tied, stdin=subprocess.DEVNULL, stdout=told, stderr=errors, start_new_session=True
+            [*tie, *command], stdin=stdin, stdout=told, stderr=errors, start_new_session=True
         ) as child:
             try:
                 status = child.wait(limit_s)

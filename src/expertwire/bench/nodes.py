@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -126,18 +127,21 @@ class Nodes:
         with tempfile.TemporaryDirectory(prefix="expertwire-") as name:
             folder = Path(name)
             (folder / _TASK).write_bytes(pickle.dumps((target, args)))
-            done = self.launch(num_ranks, _program(folder))
+            done = self.launch(num_ranks, _program(folder), watches_input=True)
             if done.returncode:
                 raise BackendError(_reason(folder, done.returncode, done.stderr + done.stdout))
 
     def launch(
-        self, num_ranks: int, program: list[str], limit_s: float | None = None
+        self, num_ranks: int, program: list[str], limit_s: float | None = None, *, watches_input: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on every rank, and return what became of mpirun. Raises what :func:`run_child` does."""
+        """Run a program on every rank, and return what became of mpirun.
+
+        See :func:`run_child` for the rest. With ``watches_input``, rank 0 looks at the input.
+        """
         with tempfile.TemporaryDirectory(prefix="expertwire-") as folder:
             host_file = Path(folder, "hosts")
             host_file.write_text(self.host_file(num_ranks), encoding="utf-8")
-            return run_child(self.command(num_ranks, host_file, program), limit_s)
+            return run_child(self.command(num_ranks, host_file, program), limit_s, watches_input=watches_input)
 
 
 def _program(folder: Path) -> list[str]:
@@ -174,6 +178,14 @@ def _is_own(address: str) -> bool:
     return False
 
 
+def _end_with_the_caller() -> None:
+    """End all ranks once whoever started mpirun is gone: then the input, which carries nothing, ends."""
+    from mpi4py import MPI
+
+    os.read(0, 1)
+    MPI.COMM_WORLD.Abort(1)
+
+
 def _run_rank(folder: Path) -> None:
     """Do the task of one rank that mpirun has started; whatever it raises ends all ranks."""
     from mpi4py import MPI
@@ -181,6 +193,8 @@ def _run_rank(folder: Path) -> None:
     from expertwire.groups import Group
 
     group = Group.from_mpi(MPI.COMM_WORLD)
+    if group.rank == 0:
+        threading.Thread(target=_end_with_the_caller, daemon=True).start()
     try:
         target, args = pickle.loads((folder / _TASK).read_bytes())  # noqa: S301 (written by ``run``)
         target(group, *args)
