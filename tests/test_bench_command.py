@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
 import json
-import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-import reports
 from expertwire import cli
 from expertwire.bench.adapters import ADAPTERS
 from expertwire.bench.command import WORKLOAD_HELP
@@ -30,18 +19,10 @@ from expertwire.bench.schema import PHASES, Report, Settings
 from expertwire.bench.workloads import WORKLOADS
 from expertwire.errors import UnsupportedError
 from expertwire.types import DispatchLayout
-from launching import plain_environment
+from reports import run_cli
 from test_bench import WrongCombine
 
 ROOT = Path(__file__).parents[1]
-
-
-def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Return the exit status of ``expertwire bench ...`` in this process."""
-    monkeypatch.setattr(sys, "argv", ["expertwire", "bench", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def test_sweeps_make_every_combination() -> None:
@@ -177,107 +158,6 @@ def test_help_is_no_mistake(
     assert "Usage: expertwire" in capsys.readouterr().out
 
 
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
-
-
-SPECIAL: dict[str, Callable[[Path], object]] = {
-    "FIFO": os.mkfifo,
-    "socket": make_socket,
-    "link to a FIFO": lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo")),
-    "link to a folder": lambda path: path.symlink_to("folder"),
-    "link to nowhere": lambda path: path.symlink_to("nosuch/out"),
-    "link to itself": lambda path: path.symlink_to(path.name),
-}
-OUTPUTS = {
-    "--json": ["--json", "out.html"],
-    "--plot": ["--plot", "out.html"],
-    "-o": ["report", "a.json", "-o", "out.html"],
-}
-
-
-def what_is_there(folder: Path) -> dict[str, tuple[int, int]]:
-    return {path.name: (path.lstat().st_ino, path.lstat().st_mode) for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
-@pytest.mark.parametrize("option", OUTPUTS)
-def test_what_is_no_regular_file_is_neither_written_nor_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    option: str,
-    make: Callable[[Path], object],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("expertwire.bench.request.measure_all", None)
-    (tmp_path / "folder").mkdir()
-    reports.save(reports.simple(), tmp_path / "a.json")
-    make(Path("out.html"))
-    before = what_is_there(tmp_path)
-    assert run_cli(monkeypatch, *OUTPUTS[option]) == 2
-    printed = capsys.readouterr()
-    assert f": {option} out.html: " in printed.err
-    assert any(why in printed.err for why in ("is no regular file", "is a folder", "folder does not", "symbolic links"))
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert what_is_there(tmp_path) == before
-
-
-@pytest.mark.parametrize("option", OUTPUTS)
-@pytest.mark.parametrize("exists", [True, False])
-def test_links_stay_and_lead_to_what_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, exists: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("expertwire.bench.request.run_request", lambda *_: reports.simple())
-    (tmp_path / "kept").mkdir()
-    reports.save(reports.simple(), tmp_path / "a.json")
-    target = tmp_path / "kept" / "real"
-    if exists:
-        target.write_text("old", encoding="utf-8")
-        target.chmod(0o640)
-    Path("out.html").symlink_to("kept/real")
-    assert run_cli(monkeypatch, *OUTPUTS[option]) == 0
-    assert Path("out.html").readlink() == Path("kept/real")
-    assert target.read_bytes()[:2] in (b"<!", b'{"')
-    assert not exists or target.stat().st_mode & 0o777 == 0o640
-    assert [path.name for path in target.parent.iterdir()] == ["real"]
-
-
-@pytest.mark.parametrize("plot", ["out.html", "./out.html", "folder/../out.html", "link.html"])
-def test_one_file_for_two_results_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, plot: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link.html").symlink_to("out.html")
-    assert run_cli(monkeypatch, "--json", "out.html", "--plot", plot) == 2
-    assert f"--plot {Path(plot)}: is the file of --json, too\n" in capsys.readouterr().err
-    assert not (tmp_path / "out.html").exists()
-
-
-@pytest.mark.parametrize("option", OUTPUTS)
-def test_a_file_that_cannot_be_written_in_the_end_costs_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
-) -> None:
-    def full(path: Path, _target: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("expertwire.bench.request.run_request", lambda *_: reports.simple())
-    monkeypatch.setattr(Path, "replace", full)
-    reports.save(reports.simple(), tmp_path / "a.json")
-    (tmp_path / "out.html").write_text("old", encoding="utf-8")
-    assert run_cli(monkeypatch, *OUTPUTS[option]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.endswith(f": {option} out.html: cannot be written (No space left on device)\n")
-    assert printed.err.count("\n") == 1
-    assert option == "-o" or "expertwire" in printed.out  # the table is printed all the same
-    assert (tmp_path / "out.html").read_text(encoding="utf-8") == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "out.html"]
-
-
 def test_dry_run_says_what_would_run_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,80 +238,3 @@ def test_a_wrong_library_gives_exit_status_1(
     monkeypatch.setitem(ADAPTERS, WrongCombine.name, WrongCombine)
     assert run_cli(monkeypatch, "--ep-lib", WrongCombine.name, *SMALL_ARGUMENTS) == 1
     assert "wrong-combine: FAILED: rank 0: Error: wrong result: combined tokens[0, 0]" in capsys.readouterr().out
-
-
-# What ends the command
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Return the names of the processes that make temporary files in a folder."""
-    names = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is not ours
-            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                names.append((process / "comm").read_text().strip())
-    return names
-
-
-def within(seconds: float, true: Callable[[], object]) -> bool:
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def steps(folder: Path) -> list[Path]:
-    """Return the files in which ranks count what they have done."""
-    return list(folder.glob("expertwire-*/*/steps.*"))
-
-
-def segments_of_mpi() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("vader_segment.*")}  # noqa: S108
-
-
-FOR_LONG = [*SMALL_SHAPE, "-i", "1000000", "--rounds", "1"]
-RANKS = {
-    "threads": ["--ep-lib", "floor", "--threads"],
-    "processes": ["--ep-lib", "floor"],
-    "MPI": ["--ep-lib", "floor", "--nodes", "127.0.0.1"],
-    "C++": ["--ep-lib", "expertwire-cpp"],
-}
-
-
-@pytest.fixture
-def signals_count() -> Iterator[None]:
-    """Have processes that are started now not ignore what this one does, such as under nohup."""
-    ignored = [one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_IGN]
-    for one in ignored:
-        signal.signal(one, lambda *_: None)  # a handler is not passed on
-    yield
-    for one in ignored:
-        signal.signal(one, signal.SIG_IGN)
-
-
-@pytest.mark.usefixtures("signals_count")
-@pytest.mark.parametrize(
-    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name
-)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_signal_ends_everything_and_leaves_nothing(tmp_path: Path, ranks: str, how: signal.Signals) -> None:
-    if ranks == "MPI" and (shutil.which("mpirun") is None or find_spec("mpi4py") is None):
-        pytest.skip("needs mpirun and mpi4py")
-    before = segments_of_mpi()
-    command = [sys.executable, "-m", "expertwire", "bench", *RANKS[ranks], *FOR_LONG]
-    environment = plain_environment(TMPDIR=tmp_path)
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as driver:
-        at_work = (lambda: "expertwire-benc" in processes_of(tmp_path)) if ranks == "C++" else lambda: steps(tmp_path)
-        try:
-            assert within(60, at_work)
-            # Ctrl-C is for all processes in the foreground of a terminal.
-            os.killpg(driver.pid, how) if how is signal.SIGINT else driver.send_signal(how)
-            assert driver.wait(15) == (-how if how is signal.SIGKILL else 128 + how)
-        finally:
-            driver.kill()
-    assert within(15, lambda: not processes_of(tmp_path)), processes_of(tmp_path)
-    if how is not signal.SIGKILL:
-        assert within(15, lambda: not segments_of_mpi() - before)
-        assert not list(tmp_path.iterdir())
