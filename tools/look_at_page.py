@@ -2,9 +2,9 @@
 
     python tools/look_at_page.py RESULT.json PAGE.html
 
-The result must follow the JSON Schema. Every bar and line must be there with a box of some size, and every library's
-colour must be seen. Needs chromium, and the packages jsonschema and matplotlib. The exit status is 1 if something is
-missing; the first line says what.
+The result must follow the JSON Schema. Every bar, or the point in its place, and every line must be there with a box of
+some size, and every library's colour must be seen. Needs chromium, and the packages jsonschema and matplotlib. The exit
+status is 1 if something is missing; the first line says what.
 """
 
 from __future__ import annotations
@@ -81,18 +81,24 @@ def main(result: Path, page: Path) -> int:
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     Draft202012Validator(schema).validate(json.loads(result.read_text(encoding="utf-8")))
     charts = charts_of(rows_of(read_report(result)))
-    wanted = Counter({"rect": sum(len(chart.bars) for chart in charts if isinstance(chart, Bars))})
+    wanted = Counter[str]()
+    for chart in charts:
+        if isinstance(chart, Bars):
+            wanted["g" if chart.log else "rect"] += len(chart.bars)
     wanted["path"] = sum(len(chart.series) for chart in charts if not isinstance(chart, Bars))
     with tempfile.TemporaryDirectory() as folder:
         boxes = boxes_drawn(page, Path(folder))
         missing = colours_missing(page, Path(folder), charts)
-    drawn = Counter(kind for kind, width, height in boxes if (width > 0 and height > 0) or width + height > 20)
+    # A line may be level, and so is the floor's mark.
+    least = {"g": 5, "path": 20}
+    drawn = Counter(
+        kind for kind, width, height in boxes if (width > 0 and height > 0) or width + height > least.get(kind, np.inf)
+    )
     if drawn != wanted or missing:
         print(f"wanted {dict(wanted)}, drawn {dict(drawn)} of {len(boxes)}; colours not seen: {missing}")
         return 1
-    print(
-        f"{page}: {drawn['rect']} bars and {drawn['path']} lines are drawn, in all colours; {result} follows the schema"
-    )
+    marks = f"{drawn['rect']} bars, {drawn['g']} points in place of bars and {drawn['path']} lines"
+    print(f"{page}: {marks} are drawn, in all colours; {result} follows the schema")
     return 0
 
 

@@ -123,7 +123,7 @@ def _box(look: Look, x: float, y: float, width: float) -> str:
 
 def _point(look: Look, left: float, x: float, y: float) -> str:
     """Return a mark at the end of a faint line."""
-    return f'<path class="grid" d="M{left:.1f} {y:.1f} H{x:.1f}"/><g class="c{look.number}">{_mark(look, x, y)}</g>'
+    return f'<path class="grid" d="M{left:.1f} {y:.1f} H{x:.1f}"/><g class="bar c{look.number}">{_mark(look, x, y)}</g>'
 
 
 def _lines(chart: Lines) -> tuple[list[str], int]:
