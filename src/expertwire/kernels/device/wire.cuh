@@ -134,7 +134,8 @@ __device__ inline bool has_arrived(Word v) {
 }
 __device__ inline Word sentinel_word() { return Word{kSentinel, kSentinel, kSentinel, kSentinel}; }
 
-// A kernel among those that may end the communicator next: neither 0 nor kEndedBefore.
+// A kernel among those that may end the communicator next: neither 0 nor kEndedBefore. (With masking losses are for good and
+// are dated by operation_code, with whole epochs; combine has no registers for 64 bits here.)
 __device__ inline u32 operation_mark(i32 lane, i32 operation, u32 epoch) {
   constexpr u32 receives_alone = kSends ? 0u : 1u << 8;  // the send of its operation is another kernel
   return epoch << 9 | receives_alone | static_cast<u32>(lane) << 2 | 2u | static_cast<u32>(operation);
