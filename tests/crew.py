@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 import uuid
@@ -77,7 +78,8 @@ class Me:
 def crew(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Iterator[list[Rank]]:
     """Run fn(me, *args) in a process for each rank. On the way out, all of them must have ended."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["expertwire.communicator", "expertwire.reference"])
+    preload = ["expertwire.communicator", "expertwire.reference"]
+    context.set_forkserver_preload([*preload, "torch"] if "torch" in sys.modules else preload)
     key = uuid.uuid4().hex
     ranks = []
     for number in range(num_ranks):

@@ -22,7 +22,9 @@ from expertwire.info import collect
 
 #: Statuses of pytest after all tests of a group: all passed, some failed, none selected.
 _TOLD = (0, 1, 5)
-_OUT_OF_TIME = (124, 137)
+#: Of the timeout command: pytest has ended when it was asked to, or had to be killed.
+_INTERRUPTED = 124
+_OUT_OF_TIME = (_INTERRUPTED, 137)
 
 
 @dataclass
@@ -61,6 +63,10 @@ def read_run(status_file: Path) -> Run:
     for line in lines:
         if "test" in line and ended.get(line["test"], {}).get("outcome") != "failed":
             ended[line["test"]] = line
+    last = next((line for line in reversed(lines) if "test" in line), {})
+    if status == _INTERRUPTED and last.get("outcome") == "began":  # neither passed nor failed
+        del ended[last["test"]]
+        run.problem += f" in {last['test']}"
     for test, line in ended.items():
         if line["outcome"] == "passed":
             run.passed += 1

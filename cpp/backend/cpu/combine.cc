@@ -310,10 +310,10 @@ void CpuBackend::require_agreement(const CombineView& call) const {
     const auto idx = static_cast<std::size_t>(peer);
     const std::uint32_t theirs = call.lane.combine.other_dispatch[idx];
     if (theirs != 0) {
-      throw Error(ErrorCode::InvalidHandle, "rank " + std::to_string(peer) + " combines dispatch " +
-                                                std::to_string(theirs) + " of lane " +
-                                                std::to_string(call.operation.lane) + ", this rank dispatch " +
-                                                std::to_string(call.lane.dispatch_epoch) + ": the output is not valid");
+      throw Error(ErrorCode::InvalidHandle,
+                  "rank " + std::to_string(peer) + " combines dispatch " + std::to_string(kWordEpochs.number(theirs)) +
+                      " of lane " + std::to_string(call.operation.lane) + ", this rank dispatch " +
+                      std::to_string(kWordEpochs.number(call.lane.dispatch_epoch)) + ": the output is not valid");
     }
     if (replaces && peer != problem_.rank && !call.absent(peer) && call.lane.combine.kept_weights[idx]) {
       throw Error(ErrorCode::InvalidArgument,

@@ -85,8 +85,8 @@ struct Lane {
   Mapping route_memory;
   LaneBuffers buffers;
   Routes routes;
-  std::uint32_t dispatch_epoch = 0;
-  std::uint32_t combine_epoch = 0;
+  std::uint32_t dispatch_epoch = kWordEpochs.before_first();
+  std::uint32_t combine_epoch = kWordEpochs.before_first();
   DispatchCall dispatch;
   CombineCall combine;
   std::vector<char> weights_come_late;  // [R] of the last dispatch

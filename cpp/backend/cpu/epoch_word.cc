@@ -28,7 +28,7 @@ std::uint32_t load_word(const EpochWord& word) { return value_of(word).load(std:
 WordState look(const EpochWord& word, std::uint32_t previous, std::uint32_t epoch) {
   const std::uint32_t value = load_word(word);
   const std::uint32_t posted = value & ~kLostBit;
-  if (posted == epoch || posted == next_epoch(epoch)) return WordState::POSTED;
+  if (posted == epoch || posted == kWordEpochs.after(epoch)) return WordState::POSTED;
   if ((value & kLostBit) != 0) return WordState::LOST;
   return posted == previous ? WordState::PENDING : WordState::AHEAD;
 }

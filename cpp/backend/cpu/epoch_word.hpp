@@ -9,6 +9,9 @@
 #include <chrono>
 #include <cstdint>
 
+#include "shared/epochs.cuh"
+#include "shared/layout.cuh"
+
 namespace expertwire::cpu {
 
 struct EpochWord {
@@ -17,9 +20,8 @@ struct EpochWord {
 };
 
 constexpr std::uint32_t kLostBit = 0x8000'0000u;
-constexpr std::uint32_t kLastEpoch = 0x7FFF'FFFEu;  // even, so that buffers still alternate across the wrap to 1
-
-constexpr std::uint32_t next_epoch(std::uint32_t epoch) { return epoch == kLastEpoch ? 1 : epoch + 1; }
+constexpr Epochs kWordEpochs{0x7FFF'FFFEu};
+static_assert(kWordEpochs.last < kLostBit && kWordEpochs.last % kNumBuffers == 0);
 
 enum class WordState {
   PENDING,  // the owner is still at the epoch before

@@ -36,10 +36,14 @@ PeerBoard::PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer>
       peers_(std::move(peers)),
       lost_(peers_.size(), false),
       lost_at_(peers_.size(), 0),
-      wait_seconds_(peers_.size(), 0.0) {}
+      wait_seconds_(peers_.size(), 0.0) {
+  for (int lane = 0; lane < num_lanes_; ++lane)
+    for (const WordKind kind : {WordKind::DISPATCH, WordKind::ENTRY, WordKind::COMBINE})
+      word(kind, rank_, lane).value = kWordEpochs.before_first();
+}
 
 Operation PeerBoard::begin(const char* name, int lane, std::uint32_t previous) {
-  return Operation{name, lane, previous, next_epoch(previous), ++num_begun_, Clock::now()};
+  return Operation{name, lane, previous, kWordEpochs.after(previous), ++num_begun_, Clock::now()};
 }
 
 void PeerBoard::resume(Operation& operation) { operation.start = Clock::now(); }
@@ -88,7 +92,7 @@ void PeerBoard::end_given_up(const Operation& operation) {
 void PeerBoard::end(const std::string& why, const Operation& operation) {
   ended_ = why;
   ended_in_ = operation.name;
-  ended_epoch_ = operation.epoch;
+  ended_number_ = operation.number();
   close();
   throw_ended();
 }
@@ -184,7 +188,7 @@ void PeerBoard::record_loss(WordKind kind, int peer, const Operation& operation,
     std::sort(ranks.begin(), ranks.end());
     text += (text.empty() ? "" : ", ") + rank_list(ranks) + loss_text(reason);
   }
-  end(std::string(operation.name) + ' ' + std::to_string(operation.epoch) + " on lane " +
+  end(std::string(operation.name) + ' ' + std::to_string(operation.number()) + " on lane " +
           std::to_string(operation.lane) + ": " + text,
       operation);
 }
@@ -213,7 +217,7 @@ void PeerBoard::require_available() const {
 }
 
 void PeerBoard::throw_ended() const {
-  throw Error("peer lost, the communicator has ended; " + ended_, lost_ranks(), ended_in_, ended_epoch_);
+  throw Error("peer lost, the communicator has ended; " + ended_, lost_ranks(), ended_in_, ended_number_);
 }
 
 std::vector<int> PeerBoard::lost_ranks() const {

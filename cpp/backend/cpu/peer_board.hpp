@@ -24,12 +24,14 @@ struct Operation {
   int lane = 0;
   std::uint32_t previous = 0;  // epoch of the one before of this kind on this lane
   std::uint32_t epoch = 0;
+  std::uint32_t number() const { return kWordEpochs.number(epoch); }
   std::uint64_t serial = 0;  // among all operations of this rank, in the order in which they were sent
   std::chrono::steady_clock::time_point start;
 };
 
 class PeerBoard {
  public:
+  // Before it uses a board, a rank waits until all have made theirs.
   PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer> peers);
 
   Operation begin(const char* name, int lane, std::uint32_t previous);
@@ -95,7 +97,7 @@ class PeerBoard {
   std::uint64_t num_timeouts_ = 0;
   std::string ended_;  // why the communicator is over; empty while it is not
   std::string ended_in_;
-  std::uint32_t ended_epoch_ = 0;
+  std::uint32_t ended_number_ = 0;
 };
 
 }  // namespace expertwire::cpu

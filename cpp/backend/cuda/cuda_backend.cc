@@ -180,15 +180,18 @@ void CudaBackend::make_lanes() {
 void CudaBackend::fill_memory() {
   const Driver& cuda = driver();
   const InboxLayout layout = make_inbox_layout(problem_.shape);
-  const u64 state_bytes = make_lane_state_layout(problem_.shape).bytes;
+  const LaneStateLayout state_layout = make_lane_state_layout(problem_.shape);
   for (const Lane& lane : lanes_) {
     const auto inbox = reinterpret_cast<CUdeviceptr>(lane.params.inboxes[problem_.rank]);
     cuda::check(cuda.cuMemsetD8Async(inbox, 0, layout.sentinel_begin, own_stream_), "cuMemsetD8Async");
     cuda::check(cuda.cuMemsetD32Async(inbox + layout.sentinel_begin, kSentinel,
                                       (layout.lane_bytes - layout.sentinel_begin) / 4, own_stream_),
                 "cuMemsetD32Async");
-    cuda::check(cuda.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(lane.params.state), 0, state_bytes, own_stream_),
-                "cuMemsetD8Async");
+    const auto state = reinterpret_cast<CUdeviceptr>(lane.params.state);
+    cuda::check(cuda.cuMemsetD8Async(state, 0, state_layout.bytes, own_stream_), "cuMemsetD8Async");
+    for (const u64 epochs : {state_layout.dispatch_epochs, state_layout.combine_epochs})
+      cuda::check(cuda.cuMemsetD32Async(state + epochs, kPacketEpochs.before_first(), kMaxBlocks, own_stream_),
+                  "cuMemsetD32Async");
   }
   if (const u64 bytes = make_notice_layout(problem_.shape).bytes; bytes > 0) {
     const u64 notices = layout.lane_bytes * lanes_.size();

@@ -3,14 +3,16 @@
 #include "backend/cuda/driver.hpp"
 #include "backend/cuda/kept.hpp"
 #include "expertwire/error.hpp"
+#include "shared/inbox.cuh"
 
 namespace expertwire::cuda {
 namespace {
 
 std::string id_text(const CallFault& fault, const Problem& problem) {
   const std::string slot = "topk_ids[" + std::to_string(fault.token) + ", " + std::to_string(fault.k) +
-                           "] = " + std::to_string(fault.id) + " in dispatch " + std::to_string(fault.epoch) +
-                           " on lane " + std::to_string(fault.lane) + " of rank " + std::to_string(problem.rank);
+                           "] = " + std::to_string(fault.id) + " in dispatch " +
+                           std::to_string(kPacketEpochs.number(fault.epoch)) + " on lane " +
+                           std::to_string(fault.lane) + " of rank " + std::to_string(problem.rank);
   if (fault.kind == FaultKind::ID_REPEATED) return slot + ": the token names this expert twice; this slot was dropped";
   return slot + ": must be below " + problem.id_bound() + ", or negative to select nothing; this slot was dropped";
 }
@@ -31,9 +33,10 @@ std::string loss_text(const LossReport& loss, const Problem& problem) {
 }
 
 std::string handle_text(const CallFault& fault, int rank) {
-  return "handle is stale: combine " + std::to_string(fault.epoch) + " on lane " + std::to_string(fault.lane) +
-         " of rank " + std::to_string(rank) + ", a replay, answers call " + std::to_string(fault.wanted) +
-         " of dispatch, but call " + std::to_string(fault.found) + " has used the lane since; its output is NaN";
+  return "handle is stale: combine " + std::to_string(kPacketEpochs.number(fault.epoch)) + " on lane " +
+         std::to_string(fault.lane) + " of rank " + std::to_string(rank) + ", a replay, answers call " +
+         std::to_string(fault.wanted) + " of dispatch, but call " + std::to_string(fault.found) +
+         " has used the lane since; its output is NaN";
 }
 
 }  // namespace
@@ -52,9 +55,9 @@ void HostReport::raise_loss(const Problem& problem) const {
   if (!has_loss()) return;
   const LossReport& loss = words_->loss;
   const std::string operation = loss.operation == 0 ? "dispatch" : "combine";
-  const std::string where =
-      "peer lost, the communicator has ended; " + operation + " " + std::to_string(loss.epoch) + ": ";
-  throw Error(where + loss_text(loss, problem), {lost_peer()}, operation, loss.epoch);
+  const std::uint32_t number = kPacketEpochs.number(loss.epoch);
+  const std::string where = "peer lost, the communicator has ended; " + operation + " " + std::to_string(number) + ": ";
+  throw Error(where + loss_text(loss, problem), {lost_peer()}, operation, number);
 }
 
 std::vector<int> HostReport::lost_ranks() const {

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
   u32* own_epoch = at<u32>(p.lane.state, kState.combine_epochs) + blockIdx.x;
   const u32 previous = *own_epoch, ended_in = load_relaxed_sys(p.lane.wait.abort);
   const u64 dispatched = *at<const u64>(p.lane.state, kState.dispatched);
-  const CombineContext c = context_of(p, next_packet_epoch(previous), dispatched);
+  const CombineContext c = context_of(p, kPacketEpochs.after(previous), dispatched);
   const bool replaces =
       kWhole && kSumsWithWeights && c.weights != nullptr && (num_rows_of(p.lane.state, c.rank) & kWeightsComeLate) == 0;
   Wait wait(p.lane, 1, c.buffers.epoch, ended_in);

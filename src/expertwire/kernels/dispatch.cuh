@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, config::kBlocksPerSm
     const i32 first = first_part(p);
     if (first < p.num_tokens * kParts) loaded = load_part(p, first / kParts, first % kParts);
   }
-  const DispatchContext c{p, Buffers(next_packet_epoch(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
+  const DispatchContext c{p, Buffers(kPacketEpochs.after(previous)), rank, p.lane.inboxes[rank], Marks(shared_memory)};
   Wait wait(p.lane, 0, c.buffers.epoch, ended_in);
   const bool takes_part = may_store(p.lane, wait);
   note_absent(p.lane, 0, c.buffers.epoch, wait);

@@ -10,19 +10,19 @@
 // clears in the same operation, three for what the next operation of the kind clears.
 #pragma once
 
+#include "epochs.cuh"
 #include "layout.cuh"
 
 namespace expertwire {
 
-constexpr u32 kSentinel = 0xFFFFFFFFu;         // "has not arrived", in every 32-bit word of rows, ids and weights
-constexpr u32 kNoExpert = 0xFFFFFFFEu;         // a routed id that selects nothing
-constexpr u32 kLastPacketEpoch = 0xFFFFFFFCu;  // buffers keep alternating across the wrap to 1
-constexpr i32 kMaxBlocks = 1024;               // of a grid; each block has epochs of its own
+constexpr u32 kSentinel = 0xFFFFFFFFu;  // "has not arrived", in every 32-bit word of rows, ids and weights
+constexpr u32 kNoExpert = 0xFFFFFFFEu;  // a routed id that selects nothing
+constexpr Epochs kPacketEpochs{0xFFFFFFFCu};
+constexpr i32 kMaxBlocks = 1024;  // of a grid; each block has epochs of its own
 constexpr i32 kNumRowBuffers = 2;
 constexpr i32 kNumRouteBuffers = 3;
-static_assert(kLastPacketEpoch % static_cast<u32>(kNumRowBuffers * kNumRouteBuffers) == 0);
+static_assert(kPacketEpochs.last % static_cast<u32>(kNumRowBuffers * kNumRouteBuffers) == 0);
 
-EW_HOST_DEVICE constexpr u32 next_packet_epoch(u32 epoch) { return epoch == kLastPacketEpoch ? 1u : epoch + 1u; }
 EW_HOST_DEVICE constexpr i32 padded_topk(const Shape& shape) { return (shape.num_topk + 3) / 4 * 4; }
 EW_HOST_DEVICE constexpr i32 num_tags(const Shape& shape) { return shape.num_topk + 1; }
 
