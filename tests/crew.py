@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import expertwire as ew
 from expertwire import _core
 
@@ -110,6 +112,29 @@ def _be(rank: int, size: int, key: str, line: Connection, fn: Callable[..., Any]
     except Exception:  # told to the test, which fails with it
         answer = Failed(traceback.format_exc())
     line.send(answer)
+
+
+def in_a_forked_child(fn: Callable[[], None]) -> None:
+    """Run fn in a forked child, which leaves nothing behind, and fail here if it failed there."""
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            fn()
+            failed = 0
+        except BaseException:  # told by the exit status
+            traceback.print_exc()
+        finally:
+            os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child failed: its error is on stderr"
+
+
+def assert_not_the_childs(comm: ew.MoECommunicator, call: Callable[[], object]) -> None:
+    """In a forked child: nothing of its parent's communicator works, ``call`` included, and all of it says why."""
+    for refused in (call, comm.check, comm.stats, comm.lost_ranks):
+        with pytest.raises(ew.InvalidArgumentError, match=f"was made by process {os.getppid()}: a forked child makes"):
+            refused()
+    assert not comm.is_available
 
 
 def die() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import expertwire as ew
 from bits import assert_same_bits
 from cases import EXPERT_MAJOR, RANK_MAJOR, Case
+from crew import assert_not_the_childs, in_a_forked_child
 from cuda_driving import Place, capture, communicator, exchange, living_at, run_virtual, share, to_device, to_host
 from driving import Received, assert_received, expected
 from expertwire import reference
@@ -122,6 +124,65 @@ def _fork(group: ew.Group, place: Place, case: Case, barrier: threading.Barrier,
 def test_a_capture_forks_over_streams(layout: Any) -> None:
     case = Case(f"fork-{layout.value}", (5, 5, 5), 6, 64, 3, layout=layout, weights="router", max_in_flight=2)
     run_virtual(_fork, share(3), case, threading.Barrier(3, timeout=60), threading.Lock())
+
+
+def _call_beside_a_capture(
+    group: ew.Group, place: Place, case: Case, barrier: threading.Barrier, lock: threading.Lock
+) -> None:
+    """Call on one stream while another one, on which the call before was made, is being captured."""
+    with communicator(group, case, place, two_phase=True) as comm:
+        pair, side = Echo(comm, case, 0), torch.cuda.Stream()
+        wanted = combined_of(case, 0)
+
+        def refuse(call: Callable[[], object]) -> None:
+            told = "stream: the call before was made on another"
+            with torch.cuda.stream(side), pytest.raises(ew.InvalidArgumentError, match=told):
+                call()
+            pair.combined.zero_()
+
+        pair.call()
+        graph = capture(lambda: (refuse(pair.dispatch), pair.call()), barrier, lock)
+        graph.replay()
+        pair.assert_right(wanted, "the graph")
+        request = comm.dispatch_async(*pair.arrays)
+        capture(lambda: (refuse(request.wait), refuse(request.wait)), barrier, lock)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            pair.received, pair.handle = request.wait()
+            pair.combine()
+            torch.cuda.synchronize()
+            pair.assert_right(wanted, "received after the capture")
+
+
+@BOTH_LAYOUTS
+def test_a_call_beside_a_capture_is_refused(layout: Any) -> None:
+    case = Case(f"beside-{layout.value}", (5,), 6, 64, 3, layout=layout, weights="router")
+    run_virtual(_call_beside_a_capture, share(1), case, threading.Barrier(1, timeout=60), threading.Lock())
+
+
+def _have_a_child(group: ew.Group, place: Place, case: Case) -> None:
+    with communicator(group, case, place) as comm:
+        pair = Echo(comm, case, 0)
+        pair.call()
+        stream = torch.cuda.current_stream().cuda_stream
+        torch.cuda.synchronize()
+
+        def be_a_child() -> None:
+            assert_not_the_childs(comm, lambda: comm.dispatch(*pair.arrays, stream=stream))
+            comm.close()
+            pair.__dict__.clear()
+            gc.collect()
+
+        in_a_forked_child(be_a_child)
+        pair.combined.zero_()
+        pair.call()
+        pair.assert_right(combined_of(case, 0), "after the child")
+
+
+@BOTH_LAYOUTS
+def test_a_forked_child_has_no_part_in_it(layout: Any) -> None:
+    case = Case(f"child-{layout.value}", (5,), 6, 64, 3, layout=layout, weights="router")
+    run_virtual(_have_a_child, share(1), case)
 
 
 def _take_turns(group: ew.Group, place: Place, cases: list[Case], barrier: threading.Barrier, lock: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import expertwire as ew
 from cases import DIRECT, EXPERT_MAJOR, REDUCE, Case
-from crew import AT_ONCE_S, Me, crew, maps_segments, named_shared_memory
+from crew import AT_ONCE_S, Me, assert_not_the_childs, crew, in_a_forked_child, maps_segments, named_shared_memory
 from driving import Received, assert_received, copy_output, dispatch, exchange, expected
 from expertwire.reference import BF16
 from losses import (
@@ -243,25 +243,28 @@ def test_what_was_posted_before_closing_is_still_read(case: Case) -> None:
 
 
 def _fork_a_child(me: Me, case: Case, how: str) -> list[Received]:
-    """Have a child process inherit the communicator and drop it: that is no business of the ranks."""
+    """Have a child process inherit the communicator, use it and drop it: that is no business of the ranks."""
     comm = communicator(me.group, case, timeout_s=LONG_S)
     loop = Loop(comm, case)
     results = [loop.exchange()]
     if comm.rank == VICTIM:
-        child = os.fork()
-        if child == 0:
-            if how == "closes":
+
+        def be_a_child() -> None:
+            nonlocal comm, loop
+            if how == "calls":
+                assert_not_the_childs(comm, loop.exchange)
+            if how != "drops":
                 comm.close()
             del comm, loop
             gc.collect()
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        in_a_forked_child(be_a_child)
     results += [loop.exchange() for _ in range(2)]
     comm.close()
     return results
 
 
-@pytest.mark.parametrize("how", ["closes", "drops"])
+@pytest.mark.parametrize("how", ["calls", "closes", "drops"])
 def test_a_forked_child_does_not_end_its_parents_communicator(how: str) -> None:
     with crew(_fork_a_child, 3, replace(BASE, tokens=BASE.tokens[:3], num_experts=9), how) as ranks:
         results = [rank.result() for rank in ranks]

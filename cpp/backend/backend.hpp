@@ -63,6 +63,8 @@ class Backend {
   virtual void send(int lane, const DispatchParams& params) = 0;
   virtual void send(int lane, const CombineParams& params) = 0;
   virtual void receive(Step step, int lane, void* stream) = 0;
+  // Throws InvalidArgument for a stream that `receive` cannot take now, before anything is received.
+  virtual void check_stream(void*) {}
   // Before `receive`: whether it would wait for nobody, if that can be told. After it: whether the outputs are there.
   virtual bool has_arrived(Step step, int lane) = 0;
   virtual RuntimeStats stats() const = 0;

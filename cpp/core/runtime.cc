@@ -1,4 +1,6 @@
 // Order of operations: lanes and handles. Rows are the backend's.
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -32,6 +34,7 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
     description = describe(config, bootstrap->size());
     impl_ = std::make_unique<Impl>();
     impl_->id = next_runtime_id();
+    impl_->process = ::getpid();
     impl_->problem = make_problem(config, bootstrap->rank(), bootstrap->size());
     impl_->plan = plan(impl_->problem, this_machine());
     impl_->lanes.resize(static_cast<std::size_t>(config.max_in_flight));
@@ -50,6 +53,8 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
 
 MoERuntime::~MoERuntime() { close(); }
 
+bool MoERuntime::Impl::is_inherited() const { return ::getpid() != process; }
+
 // After its rows have been sent: from here on the lane's older handle is stale.
 DispatchHandle MoERuntime::Impl::take_lane(const LatencyDispatchRequest& request) {
   DispatchHandle handle;
@@ -65,6 +70,7 @@ void MoERuntime::Impl::receive(const char* operation, Step step, const DispatchH
   require_open(operation);
   bool& is_sent = require_sent(operation, step, handle);
   check_stream(stream);
+  backend->check_stream(stream);
   is_sent = false;  // however it ends, it is over
   backend->receive(step, handle.lane_, stream);
 }
@@ -110,11 +116,13 @@ void MoERuntime::combine_receive(const DispatchHandle& handle, void* stream) {
 }
 
 bool MoERuntime::dispatch_done(const DispatchHandle& handle) {
+  impl_->require_own_process("dispatch_done");
   impl_->require_own(handle);
   return impl_->backend->has_arrived(Step::DISPATCH, handle.lane());
 }
 
 bool MoERuntime::combine_done(const DispatchHandle& handle) {
+  impl_->require_own_process("combine_done");
   impl_->require_own(handle);
   const LaneUse& use = impl_->lane_of(handle);
   if (use.sequence == handle.sequence_ && !use.has_combine) return false;
@@ -157,7 +165,9 @@ int MoERuntime::num_local_experts() const noexcept { return impl_->problem.num_l
 int MoERuntime::first_local_expert() const noexcept { return impl_->problem.first_local_expert; }
 MoEMode MoERuntime::mode() const noexcept { return impl_->problem.config.mode; }
 const RuntimeConfig& MoERuntime::config() const noexcept { return impl_->problem.config; }
-bool MoERuntime::is_available() const noexcept { return !impl_->closed && impl_->backend->is_available(); }
+bool MoERuntime::is_available() const noexcept {
+  return !impl_->closed && !impl_->is_inherited() && impl_->backend->is_available();
+}
 int MoERuntime::next_lane() const noexcept { return impl_->next_lane(); }
 
 const LaneBuffers& MoERuntime::lane_buffers(int lane) const {
@@ -175,9 +185,16 @@ void* MoERuntime::combine_input_buffer() const {
   return impl_->backend->lane_buffers(static_cast<int>(last % impl_->lanes.size())).combine_input;
 }
 
-RuntimeStats MoERuntime::stats() const { return impl_->backend->stats(); }
+RuntimeStats MoERuntime::stats() const {
+  impl_->require_own_process("stats");
+  return impl_->backend->stats();
+}
 MemoryBytes MoERuntime::memory_bytes() const noexcept { return impl_->plan.memory; }
-std::vector<int> MoERuntime::lost_ranks() const { return impl_->backend->lost_ranks(); }
+
+std::vector<int> MoERuntime::lost_ranks() const {
+  impl_->require_own_process("lost_ranks");
+  return impl_->backend->lost_ranks();
+}
 
 void MoERuntime::check() {
   impl_->require_open("check");
@@ -187,7 +204,7 @@ void MoERuntime::check() {
 void MoERuntime::close() noexcept {
   if (impl_->closed || impl_->backend == nullptr) return;
   impl_->closed = true;
-  impl_->backend->close();
+  if (!impl_->is_inherited()) impl_->backend->close();
 }
 
 }  // namespace expertwire

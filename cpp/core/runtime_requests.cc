@@ -131,6 +131,18 @@ std::uint64_t MoERuntime::Impl::ready_bytes(const ReadySignal& ready) const {
   return (group + block - 1) / block * 4 * (rank_major ? 1 : static_cast<std::uint64_t>(problem.num_local_experts));
 }
 
+void MoERuntime::Impl::require_own_process(const char* operation) const {
+  if (is_inherited()) {
+    refuse(std::string(operation) + ": the communicator was made by process " + std::to_string(process) +
+           ": a forked child makes its own");
+  }
+}
+
+void MoERuntime::Impl::require_open(const char* operation) const {
+  require_own_process(operation);
+  if (closed) refuse(std::string(operation) + ": the communicator is closed");
+}
+
 void MoERuntime::Impl::require_own(const DispatchHandle& handle) const {
   if (handle.empty()) throw Error(ErrorCode::InvalidHandle, "handle is empty: pass the one that dispatch returned");
   if (handle.runtime_id_ != id) throw Error(ErrorCode::InvalidHandle, "handle belongs to another communicator");

@@ -1,6 +1,8 @@
 // What MoERuntime knows between its calls. runtime_requests.cc checks requests against it, runtime.cc does the operations.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,6 +26,7 @@ struct LaneUse {
 
 struct MoERuntime::Impl {
   std::uint64_t id;  // of the process's runtimes, from 1
+  pid_t process;     // whose it is: a forked child has no part in its parent's memory and GPUs
   Problem problem;
   Plan plan;
   std::unique_ptr<Backend> backend;
@@ -36,9 +39,9 @@ struct MoERuntime::Impl {
   LaneUse& lane_of(const DispatchHandle& handle) { return lanes[static_cast<std::size_t>(handle.lane_)]; }
   const LaneUse& lane_of(const DispatchHandle& handle) const { return lanes[static_cast<std::size_t>(handle.lane_)]; }
 
-  void require_open(const char* operation) const {
-    if (closed) refuse(std::string(operation) + ": the communicator is closed");
-  }
+  bool is_inherited() const;  // by a child that this process is
+  void require_own_process(const char* operation) const;
+  void require_open(const char* operation) const;
   void require_two_phase(const char* operation) const;
   void require_received(const char* operation, int lane) const;
   void require_own(const DispatchHandle& handle) const;

@@ -76,7 +76,9 @@ class SentOperations:
             else:
                 self._runtime.combine_receive(sent.handle, address)
         except Error as error:
-            if type(error) is Error:  # another thread is inside: it may be tried again
+            another_thread_is_inside = type(error) is Error
+            cannot_take_the_stream = self._on_cuda and isinstance(error, InvalidArgumentError)
+            if another_thread_is_inside or cannot_take_the_stream:  # it may be tried again
                 raise
             sent.error = error
             self._end(sent)
@@ -142,7 +144,8 @@ class MoERequest:
         Raises:
             PeerLostError: a rank did not take part. Every call raises it.
             HandleError: ranks have combined different dispatches.
-            InvalidArgumentError: the communicator was closed before.
+            InvalidArgumentError: the communicator was closed before; on CUDA, the stream cannot be
+                used now: wait once more.
         """
         self._operations.receive(self._sent, stream)
         return self._sent.result

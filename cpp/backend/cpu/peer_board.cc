@@ -1,7 +1,5 @@
 #include "backend/cpu/peer_board.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
@@ -28,7 +26,6 @@ constexpr std::chrono::microseconds kProducerInterval{20};
 PeerBoard::PeerBoard(const Problem& problem, const Plan& plan, std::vector<Peer> peers)
     : layout_(plan.layout),
       rank_(problem.rank),
-      process_(getpid()),
       num_lanes_(problem.config.max_in_flight),
       spin_iterations_(plan.spin_iterations),
       timeout_s_(problem.config.timeout_s),
@@ -209,10 +206,6 @@ std::string PeerBoard::loss_text(Loss why) const {
 }
 
 void PeerBoard::require_available() const {
-  if (getpid() != process_) {
-    throw Error(ErrorCode::InvalidArgument,
-                "this communicator was made by process " + std::to_string(process_) + ": a forked child makes its own");
-  }
   if (!ended_.empty()) throw_ended();
 }
 
@@ -229,7 +222,6 @@ std::vector<int> PeerBoard::lost_ranks() const {
 }
 
 void PeerBoard::close() noexcept {
-  if (getpid() != process_) return;
   mark(rank_).store(ended_.empty() ? CLOSED_BY_CALLER : ENDED_BY_ERROR, std::memory_order_seq_cst);
   for (int lane = 0; lane < num_lanes_; ++lane) {
     for (const WordKind kind : {WordKind::DISPATCH, WordKind::ENTRY, WordKind::COMBINE})

@@ -1,8 +1,6 @@
 // This rank's view of the group: every rank's segment and words, who still runs, who was given up.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -83,7 +81,6 @@ class PeerBoard {
 
   SegmentLayout layout_;
   int rank_;
-  pid_t process_;  // a forked child that drops its copy must not close its parent's
   int num_lanes_;
   int spin_iterations_;
   double timeout_s_;

@@ -22,8 +22,10 @@ PrimaryContext::PrimaryContext(int device) : process_(getpid()) {
 }
 
 PrimaryContext::~PrimaryContext() {
-  if (getpid() == process_) driver().cuDevicePrimaryCtxRelease(device_);
+  if (!is_inherited()) driver().cuDevicePrimaryCtxRelease(device_);
 }
+
+bool PrimaryContext::is_inherited() const { return getpid() != process_; }
 
 CurrentContext::CurrentContext(const PrimaryContext& context) {
   check(driver().cuCtxPushCurrent(context.get()), "cuCtxPushCurrent");

@@ -15,11 +15,12 @@ class PrimaryContext {
   PrimaryContext(const PrimaryContext&) = delete;
   PrimaryContext& operator=(const PrimaryContext&) = delete;
   CUcontext get() const { return context_; }
+  bool is_inherited() const;  // by a forked child, which has no part in its parent's contexts
 
  private:
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
-  pid_t process_;  // a forked child has no part in its parent's contexts
+  pid_t process_;
 };
 
 // Makes a context current on this thread, and what was current before again at the end.

@@ -237,7 +237,7 @@ void CudaBackend::close() noexcept {
 }
 
 void CudaBackend::release() noexcept {
-  if (memory_ == nullptr) return;
+  if (memory_ == nullptr || memory_->context.is_inherited()) return;
   close();
   const Driver& cuda = driver();
   if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)

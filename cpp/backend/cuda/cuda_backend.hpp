@@ -41,6 +41,7 @@ class CudaBackend final : public Backend {
   void send(int lane, const DispatchParams& params) override;
   void send(int lane, const CombineParams& params) override;
   void receive(Step step, int lane, void* stream) override;
+  void check_stream(void* stream) override;
   bool has_arrived(Step step, int lane) override;
   RuntimeStats stats() const override;
   std::vector<int> lost_ranks() const override;
@@ -62,6 +63,12 @@ class CudaBackend final : public Backend {
     CUevent received[2] = {};
     bool is_received[2] = {};
   };
+  // The capture that a stream is in, if it is in one.
+  struct Capture {
+    bool is_active = false;
+    std::uint64_t id = 0;
+    CUgraph graph = nullptr;
+  };
   // For few tokens and, where that occurs, for many, by phase.
   using Kernels = std::array<std::vector<LoadedKernel>, 3>;
 
@@ -77,8 +84,9 @@ class CudaBackend final : public Backend {
   DispatchKernelParams prepare(int lane, const DispatchParams& params);
   CombineKernelParams prepare(int lane, const CombineParams& params);
   void note_dispatched(Lane& lane);
+  Capture capture_of(CUstream stream) const;
   void follow(CUstream stream, void* wait_event);
-  void follow_captured(CUstream stream, std::uint64_t capture, CUgraph graph);
+  void follow_captured(CUstream stream, const Capture& capture);
   void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream, int max_blocks = 0);
   void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream, int max_blocks = 0);
   void raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream);

@@ -94,25 +94,42 @@ void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t
   cuda::check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr), "cuLaunchKernelEx");
 }
 
-// Operations of one communicator run one after the other, also on different streams.
-void CudaBackend::follow(CUstream stream, void* wait_event) {
+// Throws what keeps work on the stream from being ordered behind the work before it.
+CudaBackend::Capture CudaBackend::capture_of(CUstream stream) const {
   const Driver& cuda = driver();
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE, of_last = CU_STREAM_CAPTURE_STATUS_NONE;
-  std::uint64_t capture = 0;
-  CUgraph graph = nullptr;
-  cuda::check(cuda.cuStreamGetCaptureInfo(stream, &status, &capture, &graph, nullptr, nullptr),
+  Capture capture;
+  cuda::check(cuda.cuStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph, nullptr, nullptr),
               "cuStreamGetCaptureInfo");
   if (status == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
     throw Error(ErrorCode::InvalidArgument, "stream: its capture has been invalidated by what was done before; end it");
-  if (status == CU_STREAM_CAPTURE_STATUS_ACTIVE) {
-    follow_captured(stream, capture, graph);
+  capture.is_active = status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  if (!capture.is_active && last_stream_ && *last_stream_ != stream) {
+    cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &of_last), "cuStreamIsCapturing");
+    if (of_last != CU_STREAM_CAPTURE_STATUS_NONE) {
+      throw Error(ErrorCode::InvalidArgument,
+                  "stream: the call before was made on another stream, which is being captured now, so that this one "
+                  "cannot be ordered behind it; end that capture first, or use that stream");
+    }
+  }
+  return capture;
+}
+
+void CudaBackend::check_stream(void* stream) {
+  const CurrentContext current(memory_->context);
+  capture_of(static_cast<CUstream>(stream));
+}
+
+// Operations of one communicator run one after the other, also on different streams.
+void CudaBackend::follow(CUstream stream, void* wait_event) {
+  const Driver& cuda = driver();
+  const Capture capture = capture_of(stream);
+  if (capture.is_active) {
+    follow_captured(stream, capture);
   } else {
     if (last_stream_ && *last_stream_ != stream) {
-      cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &of_last), "cuStreamIsCapturing");
-      if (of_last == CU_STREAM_CAPTURE_STATUS_NONE) {
-        cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
-        cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
-      }
+      cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
+      cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
     }
     last_stream_ = stream;
   }
@@ -121,15 +138,15 @@ void CudaBackend::follow(CUstream stream, void* wait_event) {
 }
 
 // A graph is ordered behind work outside of it by whoever launches it. Streams of one capture are there until its end.
-void CudaBackend::follow_captured(CUstream stream, std::uint64_t capture, CUgraph graph) {
+void CudaBackend::follow_captured(CUstream stream, const Capture& capture) {
   const Driver& cuda = driver();
-  if (capture != capture_) {
-    keep_for_graph(graph, memory_);
+  if (capture.id != capture_) {
+    keep_for_graph(capture.graph, memory_);
   } else if (last_captured_stream_ != stream) {
     cuda::check(cuda.cuEventRecord(last_captured_work_, last_captured_stream_), "cuEventRecord");
     cuda::check(cuda.cuStreamWaitEvent(stream, last_captured_work_, 0), "cuStreamWaitEvent");
   }
-  capture_ = capture;
+  capture_ = capture.id;
   last_captured_stream_ = stream;
 }
 

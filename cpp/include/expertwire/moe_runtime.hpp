@@ -119,13 +119,16 @@ struct ThroughputCombineRequest {
 ///
 /// **Streams.** On the CPU an operation is complete when its call returns. On CUDA it is put on the request's stream
 /// and the call does not wait for the GPU; operations of one runtime run one after another also when their streams
-/// differ. Both may be captured into a graph, which keeps the runtime's memory and so may outlive it; arrays of the caller
+/// differ, unless the stream of the one before is being captured, which is refused. Both may be captured into a graph, which keeps the runtime's memory and so may outlive it; arrays of the caller
 /// remain the caller's to keep.
 ///
 /// **Errors.** All are Error, but for std::bad_alloc after construction and what a bootstrap of the caller's throws. What
 /// the host can see is checked before anything is sent: such a call counts for nothing, the peers wait within timeout_s
 /// for this rank's corrected one, and the runtime stays usable. Once a peer is lost under PeerLossPolicy::RAISE every
 /// later operation throws PeerLost. After close() operations throw InvalidArgument.
+///
+/// **Forks.** A forked child has no part in a runtime of its parent: whatever asks for more than constants throws
+/// InvalidArgument there, and its end leaves the parent's runtime alone.
 ///
 /// **Memory.** All of it is allocated at construction.
 class MoERuntime {
@@ -169,7 +172,8 @@ class MoERuntime {
   DispatchHandle dispatch_send(const LatencyDispatchRequest& request);
   /// Receives into the buffers of the handle's lane, or into output_buffer of the request.
   /// @param stream  CUDA: what the receive is put on; it runs after all earlier operations of this runtime
-  /// @throws Error InvalidHandle if there is nothing to receive for the handle; PeerLost
+  /// @throws Error InvalidHandle if there is nothing to receive for the handle; InvalidArgument if the stream cannot be used
+  ///     now (CUDA; receive again); PeerLost
   void dispatch_receive(const DispatchHandle& handle, void* stream = nullptr);
   /// Sends expert outputs back. EXPERT_MAJOR with RANK_LOCAL_REDUCE sums before it sends: it waits for the weights of
   /// ranks that gave none to dispatch, and takes none in place of those that this rank gave there.
@@ -177,7 +181,7 @@ class MoERuntime {
   void combine_send(const LatencyCombineRequest& request);
   /// Receives and sums into `out` of the request.
   /// @param handle  of the dispatch that was combined
-  /// @throws Error InvalidHandle if there is nothing to receive for the handle; PeerLost
+  /// @throws Error as dispatch_receive; on the CPU also InvalidArgument for weights that ranks do not agree on
   void combine_receive(const DispatchHandle& handle, void* stream = nullptr);
   /// Before dispatch_receive: whether it would not wait (CPU); false (CUDA). After it: whether the outputs are there. A
   /// stale handle gets the answer for the dispatch that uses its lane now. On CUDA false after a dispatch in one phase,
