@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -116,7 +117,9 @@ def _be(rank: int, size: int, key: str, line: Connection, fn: Callable[..., Any]
 
 def in_a_forked_child(fn: Callable[[], None]) -> None:
     """Run fn in a forked child, which leaves nothing behind, and fail here if it failed there."""
-    child = os.fork()
+    with warnings.catch_warnings():  # of other threads, whose locks may be held: none that a child of ours needs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         failed = 1
         try:
