@@ -16,14 +16,14 @@
 #
 #   PYTHON=python3   which Python
 #   JOBS=            processes that compile kernels; none given: one for each core
-#   LIMIT_S=500      bound of all tests together, seconds
+#   LIMIT_S=700      bound of all tests together, seconds
 #   ONLY="a b"       these groups alone, by the names in the table; for a second run of what the first had no time for
 #   WORK=folder      keep the build there and use it again, instead of a temporary folder
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 JOBS=${JOBS:-$(nproc)}
-LIMIT_S=${LIMIT_S:-500}
+LIMIT_S=${LIMIT_S:-700}
 sanitizer=
 if [[ ${1:-} == --sanitizer ]]; then
   sanitizer=yes
