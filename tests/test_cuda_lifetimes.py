@@ -205,7 +205,7 @@ def test_two_communicators_of_a_group_take_turns() -> None:
 
 
 @BOTH_LAYOUTS
-def test_calls_and_captures_take_no_memory_and_wait_for_nothing(layout: Any) -> None:
+def test_calls_take_no_memory_and_wait_for_nothing(layout: Any) -> None:
     case = Case(f"memory-{layout.value}", (64,), 8, 256, 4, layout=layout, weights="router")
     place = Place()
     with living_at(place), communicator(*ew.local_group(1), case, place) as comm:

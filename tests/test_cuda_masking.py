@@ -97,7 +97,7 @@ def _do_without(comm: ew.MoECommunicator, case: Case, plan: dict[str, Any]) -> t
         assert time.monotonic() - started < TIMEOUT_S + MARGIN_S
         assert comm.lost_ranks() == (VICTIM,)
         if step == NUM_AFTER // 2 and plan["half"].wait() == 0:
-            plan["over"].set()  # the late rank's words land while the others go on
+            plan["over"].set()  # the late rank comes, and is told, while the others go on
     comm.check()
     assert comm.is_available
     plan["half"].wait()

@@ -8,6 +8,8 @@
 # FOLDER receives gpu_check.json (machine, versions, results), tests.log, kernels.log and build.log; the last thing printed
 # is a short table. The status is 0 if something passed and nothing failed, hung or died.
 #
+# The C++ programs that need a GPU run last, where doctest's header is (Debian's doctest-dev, or on CPATH).
+#
 # The tests run in groups, each in a process of its own with a bound of its own. A test that hangs ends its process, is
 # noted, and the group goes on in another one. With two GPUs, two groups run at a time, each on a GPU.
 #
@@ -98,6 +100,24 @@ run() {
   printf '%s: status %d, %d s (%d s)\n' "$name" "$status" $((SECONDS - started)) "$SECONDS"
 }
 
+# The C++ programs that need a GPU, by ctest.
+cpp_programs() {
+  local name=cpp started=$SECONDS status=0 left=$((deadline - SECONDS)) log=$work/results/cpp.log
+  [[ -z ${ONLY:-} || " $ONLY " == *" $name "* ]] || return 0
+  if ! "${CXX:-c++}" -x c++ -fsyntax-only - <<<'#include <doctest/doctest.h>' 2>/dev/null; then
+    echo "$name: left out, for there is no doctest/doctest.h"
+    return 0
+  fi
+  {
+    cmake -S . -B "$work/cpp" -G Ninja -DEXPERTWIRE_TESTS=ON -DCMAKE_BUILD_TYPE=Release &&
+      cmake --build "$work/cpp" -j "$JOBS" --target test_cuda_cases test_cuda_memory test_cuda_pairs &&
+      timeout --kill-after=10 $((left > 1 ? left : 1)) ctest --test-dir "$work/cpp" -R '^test_cuda_(cases|memory|pairs)$' \
+        --output-on-failure --output-junit "$work/results/cpp.xml"
+  } >"$log" 2>&1 || status=$?
+  echo "$status $((SECONDS - started))" >"$work/results/cpp.status"
+  printf '%s: status %d, %d s (%d s)\n' "$name" "$status" $((SECONDS - started)) "$SECONDS"
+}
+
 if [[ -n $sanitizer ]]; then
   deadline=$((SECONDS + LIMIT_S))
   # Launches are not forced to end one by one, for ranks wait for each other. Where the tool makes them do so, the cases of
@@ -149,6 +169,7 @@ else
     shapes "$@"
     others "$@"
   fi
+  cpp_programs
 fi
 
 say "report"

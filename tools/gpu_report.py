@@ -2,8 +2,8 @@
 
     python3 tools/gpu_report.py RESULTS OUTPUT.json "command line"
 
-RESULTS holds, for each group of tests, NAME.jsonl (a line when a test begins and when it ends, by tests/gpu_suite.py)
-and NAME.status (exit status and seconds). The exit status is 0 if something passed and nothing failed, hung or died.
+RESULTS holds, for each group of tests, NAME.jsonl (a line when a test begins and when it ends, by tests/gpu_suite.py) or
+NAME.xml (by ctest), and NAME.status (exit status and seconds). The exit status is 0 if something passed and nothing failed, hung or died.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from expertwire.info import collect
 
-#: Statuses of pytest after all tests of a group: all passed, some failed, none selected.
-_TOLD = (0, 1, 5)
+#: Statuses after all tests of a group: all passed, some failed, none selected; of ctest: some failed.
+_TOLD = (0, 1, 5, 8)
 #: Of the timeout command: pytest has ended when it was asked to, or had to be killed.
 _INTERRUPTED = 124
 _OUT_OF_TIME = (_INTERRUPTED, 137)
@@ -50,13 +51,31 @@ class Run:
     slowest: dict[str, float] = field(default_factory=dict)
 
 
+def lines_of(status_file: Path) -> list[dict[str, Any]]:
+    """Returns what is known of the tests of one group, as gpu_suite.py tells it."""
+    journal, by_ctest = status_file.with_suffix(".jsonl"), status_file.with_suffix(".xml")
+    if journal.exists():
+        return [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    if not by_ctest.exists():
+        return []
+    lines = []
+    for case in ElementTree.parse(by_ctest).getroot().iter("testcase"):
+        skipped, failure = case.find("skipped"), case.find("failure")
+        line = {"test": case.attrib["name"], "outcome": "passed", "seconds": round(float(case.attrib["time"]), 3)}
+        if skipped is not None:
+            line |= {"outcome": "skipped", "text": skipped.get("message", "")}
+        elif failure is not None:
+            line |= {"outcome": "failed", "text": failure.get("message", "")}
+        lines.append(line)
+    return lines
+
+
 def read_run(status_file: Path) -> Run:
     """Returns what one group did."""
     status, seconds = map(int, status_file.read_text(encoding="ascii").split())
     problem = "" if status in _TOLD else "out of time" if status in _OUT_OF_TIME else f"ended with status {status}"
     run = Run(status_file.stem, seconds, problem)
-    journal = status_file.with_suffix(".jsonl")
-    lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()] if journal.exists() else []
+    lines = lines_of(status_file)
     if not lines:
         run.problem = problem or "left no results"
     ended: dict[str, dict[str, Any]] = {}

@@ -34,7 +34,7 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
     description = describe(config, bootstrap->size());
     impl_ = std::make_unique<Impl>();
     impl_->id = next_runtime_id();
-    impl_->process = ::getpid();
+    impl_->pid = ::getpid();
     impl_->problem = make_problem(config, bootstrap->rank(), bootstrap->size());
     impl_->plan = plan(impl_->problem, this_machine());
     impl_->lanes.resize(static_cast<std::size_t>(config.max_in_flight));
@@ -45,15 +45,13 @@ MoERuntime::MoERuntime(std::shared_ptr<Bootstrap> bootstrap, const RuntimeConfig
   }
   agree_on_config(*bootstrap, description, failure);
   if (failure) throw *failure;
-  if (env().log == "info")
+  if (env().log == "info" && config.device.type == DeviceType::CPU)
     std::fprintf(stderr, "expertwire rank %d: %s\n", bootstrap->rank(), impl_->plan.to_string().c_str());
   impl_->backend = make_backend(impl_->problem, impl_->plan, *bootstrap);
   if (!config.placement.empty()) impl_->bootstrap = std::move(bootstrap);
 }
 
 MoERuntime::~MoERuntime() { close(); }
-
-bool MoERuntime::Impl::is_inherited() const { return ::getpid() != process; }
 
 // After its rows have been sent: from here on the lane's older handle is stale.
 DispatchHandle MoERuntime::Impl::take_lane(const LatencyDispatchRequest& request) {
@@ -166,7 +164,7 @@ int MoERuntime::first_local_expert() const noexcept { return impl_->problem.firs
 MoEMode MoERuntime::mode() const noexcept { return impl_->problem.config.mode; }
 const RuntimeConfig& MoERuntime::config() const noexcept { return impl_->problem.config; }
 bool MoERuntime::is_available() const noexcept {
-  return !impl_->closed && !impl_->is_inherited() && impl_->backend->is_available();
+  return !impl_->closed && !impl_->process.is_inherited() && impl_->backend->is_available();
 }
 int MoERuntime::next_lane() const noexcept { return impl_->next_lane(); }
 
@@ -204,7 +202,7 @@ void MoERuntime::check() {
 void MoERuntime::close() noexcept {
   if (impl_->closed || impl_->backend == nullptr) return;
   impl_->closed = true;
-  if (!impl_->is_inherited()) impl_->backend->close();
+  if (!impl_->process.is_inherited()) impl_->backend->close();
 }
 
 }  // namespace expertwire

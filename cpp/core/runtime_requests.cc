@@ -132,8 +132,8 @@ std::uint64_t MoERuntime::Impl::ready_bytes(const ReadySignal& ready) const {
 }
 
 void MoERuntime::Impl::require_own_process(const char* operation) const {
-  if (is_inherited()) {
-    refuse(std::string(operation) + ": the communicator was made by process " + std::to_string(process) +
+  if (process.is_inherited()) {
+    refuse(std::string(operation) + ": the communicator was made by process " + std::to_string(pid) +
            ": a forked child makes its own");
   }
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "base/own_process.hpp"
 #include "expertwire/moe_runtime.hpp"
 
 namespace expertwire {
@@ -26,7 +27,8 @@ struct LaneUse {
 
 struct MoERuntime::Impl {
   std::uint64_t id;  // of the process's runtimes, from 1
-  pid_t process;     // whose it is: a forked child has no part in its parent's memory and GPUs
+  OwnProcess process;
+  pid_t pid;  // of that process
   Problem problem;
   Plan plan;
   std::unique_ptr<Backend> backend;
@@ -39,7 +41,6 @@ struct MoERuntime::Impl {
   LaneUse& lane_of(const DispatchHandle& handle) { return lanes[static_cast<std::size_t>(handle.lane_)]; }
   const LaneUse& lane_of(const DispatchHandle& handle) const { return lanes[static_cast<std::size_t>(handle.lane_)]; }
 
-  bool is_inherited() const;  // by a child that this process is
   void require_own_process(const char* operation) const;
   void require_open(const char* operation) const;
   void require_two_phase(const char* operation) const;

@@ -45,7 +45,7 @@ TEST_CASE("wrong calls are refused") {
   check_throws(ErrorCode::InvalidArgument, "device = cuda:", [&] { MoERuntime(alone, wrong); });
   wrong = config;
   wrong.combine_num_blocks = 100'000;
-  check_throws(ErrorCode::InvalidArgument, "combine_num_blocks = 100000: ", [&] { MoERuntime(alone, wrong); });
+  check_throws(ErrorCode::InvalidArgument, "num_blocks of combine = 100000: ", [&] { MoERuntime(alone, wrong); });
   MoERuntime runtime(alone, config);
   LatencyDispatchRequest dispatch;
   dispatch.num_tokens = 4;

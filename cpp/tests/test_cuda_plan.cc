@@ -148,7 +148,7 @@ TEST_CASE("grids fit the share of the device") {
   REQUIRE_EQ(plan_of(2).most_paired_blocks, 0);  // nor is a peer's block kept out by half a pair
   config.dispatch_num_blocks = 34;
   REQUIRE_EQ(plan_of(1).dispatch_blocks, 34);
-  check_throws(ErrorCode::InvalidArgument, "dispatch_num_blocks = 34: at most 33 on 132 SMs shared by 4 ranks",
+  check_throws(ErrorCode::InvalidArgument, "num_blocks of dispatch = 34: at most 33 on 132 SMs shared by 4 ranks",
                [&] { plan_of(4); });
 }
 

@@ -63,6 +63,45 @@ TEST_CASE("memory follows the formula") {
   }
 }
 
+// Of one lane on GPUs, by the formula of docs/layout.md. E 12, K 3, M 7 as above.
+TEST_CASE("memory on GPUs follows its formula") {
+  constexpr std::uint64_t kRanks = 3, kTokens = 7, kTopk = 3, kPadded = 4, kLocal = 7, kLanes = 2, kRow = 2 * 640;
+  for (const CombineMode mode : {CombineMode::RANK_LOCAL_REDUCE, CombineMode::DIRECT_SEND}) {
+    for (const bool mask : {false, true}) {
+      RuntimeConfig config = make_problem_of(DispatchLayout::EXPERT_MAJOR, mode).config;
+      config.device.type = DeviceType::CUDA;
+      config.on_peer_loss = mask ? PeerLossPolicy::MASK : PeerLossPolicy::RAISE;
+      const MemoryBytes memory = plan(make_problem(config, 2, 3), machine_of(4)).memory;
+
+      const bool direct = mode == CombineMode::DIRECT_SEND;
+      const std::uint64_t slots = !direct ? kRanks : mask ? kRanks * kTopk : kTopk;
+      const std::uint64_t packets = 3 * align(16 * kRanks) + align(16 * kRanks * (kLocal + 1));
+      const std::uint64_t facts = align(12 * kRanks * kTokens * (kTopk + 1)) + 2 * align(12 * kRanks * kTokens * kPadded);
+      const std::uint64_t rows = align(2 * kRanks * kTokens * kRow) + align(2 * kTokens * slots * kRow);
+      const std::uint64_t notices = mask ? align(16 * kRanks) + align(4) : 0;
+      REQUIRE_EQ(memory.shared, kLanes * (packets + facts + rows) + notices);
+
+      const std::uint64_t own = 3 * align(4 * kTokens * kPadded), received = kRanks * kTokens;
+      const std::uint64_t epochs = 2 * align(4 * 1024) + (mask ? align(8 * 1024) + align(16 * 1024) + align(4 * 1024) : 0);
+      const std::uint64_t counters = 2 * align(8) + align(4 * kRanks) + align(8 * kLocal) + align(80) + align(8 * kRanks);
+      REQUIRE_EQ(memory.private_,
+                 kLanes * (epochs + counters + own + align(4 * received) + 2 * align(4 * received * kPadded)));
+    }
+  }
+}
+
+TEST_CASE("eight GPUs share at most 64 MB each for a large model") {
+  RuntimeConfig config;
+  config.num_experts = 256;
+  config.hidden_size = 7168;
+  config.num_topk = 8;
+  config.max_tokens_per_rank = 128;
+  config.device.type = DeviceType::CUDA;
+  const std::uint64_t shared = plan(make_problem(config, 0, 8), machine_of(4)).memory.shared;
+  REQUIRE_EQ(shared, 59'032'064U);
+  REQUIRE_LE(shared, 64'000'000U);
+}
+
 TEST_CASE("ranks that share cores poll less") {
   const auto polls = [](int num_ranks, int num_cores) {
     return plan(make_problem_of(DispatchLayout::EXPERT_MAJOR, CombineMode::RANK_LOCAL_REDUCE, num_ranks),

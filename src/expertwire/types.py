@@ -236,7 +236,7 @@ class MoEMemoryBytes:
     """Bytes that a communicator holds on this rank: a formula of the configuration (``docs/layout.md``).
 
     Attributes:
-        shared: mapped by every rank: packets and staging.
+        shared: mapped by every rank: packets and staging; on CUDA what peers push into.
         outputs: lane buffers; on the CPU address space, of which only the part in use is backed by memory.
         private: routing facts and scratch.
     """

@@ -1,7 +1,5 @@
 #include "backend/cuda/allocation.hpp"
 
-#include <unistd.h>
-
 #include <string>
 #include <utility>
 
@@ -76,7 +74,6 @@ CUmemFabricHandle Allocation::export_fabric() const {
 
 // Delegates, so that the destructor undoes the steps taken if a later one fails.
 Mapping::Mapping(const Allocation& allocation, int device) : Mapping() {
-  process_ = getpid();
   bytes_ = allocation.bytes();
   check(driver().cuMemAddressReserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve");
   check(driver().cuMemMap(address_, bytes_, 0, allocation.handle(), 0), "cuMemMap");
@@ -87,7 +84,7 @@ Mapping::Mapping(const Allocation& allocation, int device) : Mapping() {
 
 // What the driver answers is of no use here: it may be shutting down, or its context lost.
 Mapping::~Mapping() {
-  if (address_ == 0 || getpid() != process_) return;
+  if (address_ == 0 || process_.is_inherited()) return;
   if (is_mapped_) driver().cuMemUnmap(address_, bytes_);
   driver().cuMemAddressFree(address_, bytes_);
 }

@@ -1,12 +1,11 @@
 // Device memory by the driver's virtual memory management: an allocation, and a place in the address space to see it at.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 
 #include "backend/cuda/driver_types.hpp"
 #include "base/descriptor.hpp"
+#include "base/own_process.hpp"
 
 namespace expertwire::cuda {
 
@@ -58,7 +57,7 @@ class Mapping {
   CUdeviceptr address_ = 0;
   std::size_t bytes_ = 0;
   bool is_mapped_ = false;
-  pid_t process_ = 0;  // a forked child that drops its copy must not touch its parent's
+  OwnProcess process_;
 };
 
 }  // namespace expertwire::cuda

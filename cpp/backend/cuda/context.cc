@@ -1,7 +1,5 @@
 #include "backend/cuda/context.hpp"
 
-#include <unistd.h>
-
 #include <string>
 
 #include "backend/cuda/driver.hpp"
@@ -9,7 +7,7 @@
 
 namespace expertwire::cuda {
 
-PrimaryContext::PrimaryContext(int device) : process_(getpid()) {
+PrimaryContext::PrimaryContext(int device) {
   int num_devices = 0;
   check(driver().cuDeviceGetCount(&num_devices), "cuDeviceGetCount");
   if (device < 0 || device >= num_devices) {
@@ -22,10 +20,8 @@ PrimaryContext::PrimaryContext(int device) : process_(getpid()) {
 }
 
 PrimaryContext::~PrimaryContext() {
-  if (!is_inherited()) driver().cuDevicePrimaryCtxRelease(device_);
+  if (!process_.is_inherited()) driver().cuDevicePrimaryCtxRelease(device_);
 }
-
-bool PrimaryContext::is_inherited() const { return getpid() != process_; }
 
 CurrentContext::CurrentContext(const PrimaryContext& context) {
   check(driver().cuCtxPushCurrent(context.get()), "cuCtxPushCurrent");

@@ -1,9 +1,8 @@
 // Contexts: whose memory, streams and kernels a call means.
 #pragma once
 
-#include <sys/types.h>
-
 #include "backend/cuda/driver_types.hpp"
+#include "base/own_process.hpp"
 
 namespace expertwire::cuda {
 
@@ -15,12 +14,12 @@ class PrimaryContext {
   PrimaryContext(const PrimaryContext&) = delete;
   PrimaryContext& operator=(const PrimaryContext&) = delete;
   CUcontext get() const { return context_; }
-  bool is_inherited() const;  // by a forked child, which has no part in its parent's contexts
+  const OwnProcess& process() const { return process_; }
 
  private:
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
-  pid_t process_;
+  OwnProcess process_;
 };
 
 // Makes a context current on this thread, and what was current before again at the end.

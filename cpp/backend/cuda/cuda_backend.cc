@@ -113,8 +113,9 @@ void CudaBackend::prepare(Bootstrap& bootstrap) {
     }));
     cuda_plan_ = make_cuda_plan(problem_, facts);
     if (env().log == "info")
-      std::fprintf(stderr, "expertwire rank %d: %s, profiler ranges: %s\n", problem_.rank,
-                   cuda_plan_.to_string().c_str(), nvtx_state().c_str());
+      std::fprintf(stderr, "expertwire rank %d: %s, inbox %llu B, outputs %llu B, private %llu B, profiler ranges: %s\n",
+                   problem_.rank, cuda_plan_.to_string().c_str(), u64{plan_.memory.shared}, u64{plan_.memory.outputs},
+                   u64{plan_.memory.private_}, nvtx_state().c_str());
     load_kernels();
   });
 }
@@ -237,7 +238,7 @@ void CudaBackend::close() noexcept {
 }
 
 void CudaBackend::release() noexcept {
-  if (memory_ == nullptr || memory_->context.is_inherited()) return;
+  if (memory_ == nullptr || memory_->context.process().is_inherited()) return;
   close();
   const Driver& cuda = driver();
   if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)

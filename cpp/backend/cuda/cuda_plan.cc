@@ -93,8 +93,8 @@ CudaPlan make_cuda_plan(const Problem& problem, const DeviceFacts& facts) {
   check_supported(problem, facts);
   CudaPlan plan;
   plan.architecture = "sm_" + std::to_string(facts.major) + std::to_string(facts.minor);
-  plan.dispatch_blocks = choose_blocks("dispatch_num_blocks", problem.config.dispatch_num_blocks, facts);
-  plan.combine_blocks = choose_blocks("combine_num_blocks", problem.config.combine_num_blocks, facts);
+  plan.dispatch_blocks = choose_blocks("num_blocks of dispatch", problem.config.dispatch_num_blocks, facts);
+  plan.combine_blocks = choose_blocks("num_blocks of combine", problem.config.combine_num_blocks, facts);
   // A kernel that waits for its predecessor holds its place: with several ranks on a device it could keep a peer's out.
   plan.dependent_launch = facts.major >= 9 && facts.num_ranks_here == 1;
   // Few blocks leave the other SMs to a GEMM, whose clusters need both SMs of a pair: so these take whole pairs.
