@@ -62,6 +62,7 @@ class Backend {
   // alternate, and that a lane's dispatch and combine do not overlap.
   virtual void send(int lane, const DispatchParams& params) = 0;
   virtual void send(int lane, const CombineParams& params) = 0;
+  // Throws Backend if it has not begun.
   virtual void receive(Step step, int lane, void* stream) = 0;
   // Throws InvalidArgument for a stream that `receive` cannot take now, before anything is received.
   virtual void check_stream(void*) {}

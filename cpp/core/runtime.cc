@@ -69,8 +69,13 @@ void MoERuntime::Impl::receive(const char* operation, Step step, const DispatchH
   bool& is_sent = require_sent(operation, step, handle);
   check_stream(stream);
   backend->check_stream(stream);
-  is_sent = false;  // however it ends, it is over
-  backend->receive(step, handle.lane_, stream);
+  is_sent = false;  // it is over however it ends, unless the driver does not let it begin
+  try {
+    backend->receive(step, handle.lane_, stream);
+  } catch (const Error& error) {
+    is_sent = error.code() == ErrorCode::Backend;
+    throw;
+  }
 }
 
 DispatchHandle MoERuntime::dispatch(const LatencyDispatchRequest& request) {

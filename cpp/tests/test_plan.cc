@@ -76,14 +76,17 @@ TEST_CASE("memory on GPUs follows its formula") {
       const bool direct = mode == CombineMode::DIRECT_SEND;
       const std::uint64_t slots = !direct ? kRanks : mask ? kRanks * kTopk : kTopk;
       const std::uint64_t packets = 3 * align(16 * kRanks) + align(16 * kRanks * (kLocal + 1));
-      const std::uint64_t facts = align(12 * kRanks * kTokens * (kTopk + 1)) + 2 * align(12 * kRanks * kTokens * kPadded);
+      const std::uint64_t facts =
+          align(12 * kRanks * kTokens * (kTopk + 1)) + 2 * align(12 * kRanks * kTokens * kPadded);
       const std::uint64_t rows = align(2 * kRanks * kTokens * kRow) + align(2 * kTokens * slots * kRow);
       const std::uint64_t notices = mask ? align(16 * kRanks) + align(4) : 0;
       REQUIRE_EQ(memory.shared, kLanes * (packets + facts + rows) + notices);
 
       const std::uint64_t own = 3 * align(4 * kTokens * kPadded), received = kRanks * kTokens;
-      const std::uint64_t epochs = 2 * align(4 * 1024) + (mask ? align(8 * 1024) + align(16 * 1024) + align(4 * 1024) : 0);
-      const std::uint64_t counters = 2 * align(8) + align(4 * kRanks) + align(8 * kLocal) + align(80) + align(8 * kRanks);
+      const std::uint64_t epochs =
+          2 * align(4 * 1024) + (mask ? align(8 * 1024) + align(16 * 1024) + align(4 * 1024) : 0);
+      const std::uint64_t counters =
+          2 * align(8) + align(4 * kRanks) + align(8 * kLocal) + align(80) + align(8 * kRanks);
       REQUIRE_EQ(memory.private_,
                  kLanes * (epochs + counters + own + align(4 * received) + 2 * align(4 * received * kPadded)));
     }

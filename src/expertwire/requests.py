@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from expertwire import _core
-from expertwire.errors import Error, InvalidArgumentError
+from expertwire.errors import BackendError, Error, InvalidArgumentError
 from expertwire.types import Array
 
 
@@ -77,8 +77,8 @@ class SentOperations:
                 self._runtime.combine_receive(sent.handle, address)
         except Error as error:
             another_thread_is_inside = type(error) is Error
-            cannot_take_the_stream = self._on_cuda and isinstance(error, InvalidArgumentError)
-            if another_thread_is_inside or cannot_take_the_stream:  # it may be tried again
+            cannot_begin = self._on_cuda and isinstance(error, (InvalidArgumentError, BackendError))
+            if another_thread_is_inside or cannot_begin:  # it may be tried again
                 raise
             sent.error = error
             self._end(sent)

@@ -103,7 +103,9 @@ void CudaBackend::build(Bootstrap& bootstrap) {
 
 void CudaBackend::prepare(Bootstrap& bootstrap) {
   const int device = problem_.config.device.index;
-  const std::vector<RankDevice> devices = gather_values(bootstrap, describe_device(device));
+  RankDevice mine;
+  succeed_together(bootstrap, [&] { mine = describe_device(device); });
+  const std::vector<RankDevice> devices = gather_values(bootstrap, mine);
   const CUuuid& own = devices[static_cast<std::size_t>(problem_.rank)].uuid;
   succeed_together(bootstrap, [&] {
     const CurrentContext current(memory_->context);
@@ -113,7 +115,8 @@ void CudaBackend::prepare(Bootstrap& bootstrap) {
     }));
     cuda_plan_ = make_cuda_plan(problem_, facts);
     if (env().log == "info")
-      std::fprintf(stderr, "expertwire rank %d: %s, inbox %llu B, outputs %llu B, private %llu B, profiler ranges: %s\n",
+      std::fprintf(stderr,
+                   "expertwire rank %d: %s, inbox %llu B, outputs %llu B, private %llu B, profiler ranges: %s\n",
                    problem_.rank, cuda_plan_.to_string().c_str(), u64{plan_.memory.shared}, u64{plan_.memory.outputs},
                    u64{plan_.memory.private_}, nvtx_state().c_str());
     load_kernels();
@@ -143,8 +146,7 @@ CUdeviceptr CudaBackend::allocate(std::size_t bytes) {
 void CudaBackend::make_lanes() {
   const Driver& cuda = driver();
   cuda::check(cuda.cuStreamCreate(&own_stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
-  for (CUevent* event : {&last_work_, &last_captured_work_})
-    cuda::check(cuda.cuEventCreate(event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  order_.create();
   memory_->report.emplace();
   const u64 state_bytes = make_lane_state_layout(problem_.shape).bytes,
             inbox_bytes = make_inbox_layout(problem_.shape).lane_bytes;
@@ -224,43 +226,39 @@ CudaBackend::~CudaBackend() { release(); }
 
 // The caller's stream is not touched after this, for it may be gone before the buffers are.
 void CudaBackend::close() noexcept {
+  const BesideCaptures beside;
   release_what_graphs_dropped();
-  if (!last_stream_) return;
-  const Driver& cuda = driver();
-  if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
+  if (driver().cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
     return;  // the driver has shut down, with all it held
-  CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
-  if (cuda.cuStreamIsCapturing(*last_stream_, &capture) == CUDA_SUCCESS && capture == CU_STREAM_CAPTURE_STATUS_NONE)
-    cuda.cuEventRecord(last_work_, *last_stream_);
-  last_stream_.reset();
+  order_.let_go();
   CUcontext popped = nullptr;
-  cuda.cuCtxPopCurrent(&popped);
+  driver().cuCtxPopCurrent(&popped);
 }
 
 void CudaBackend::release() noexcept {
   if (memory_ == nullptr || memory_->context.process().is_inherited()) return;
   close();
+  const BesideCaptures beside;
   const Driver& cuda = driver();
   if (cuda.cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
     return;  // the driver has shut down, with all it held
   // Only this rank's own work is waited for. Waits in it are bounded, also after a peer was lost.
-  if (last_work_ != nullptr) {
-    cuda.cuEventSynchronize(last_work_);  // at once if it was never recorded
-    cuda.cuEventDestroy(last_work_);
-  }
-  if (last_captured_work_ != nullptr) cuda.cuEventDestroy(last_captured_work_);
+  const bool has_ended = order_.wait();
+  order_.destroy();
   for (const Lane& lane : lanes_)
     for (const CUevent event : lane.received)
       if (event != nullptr) cuda.cuEventDestroy(event);
   if (own_stream_ != nullptr) cuda.cuStreamDestroy(own_stream_);
   CUcontext popped = nullptr;
   cuda.cuCtxPopCurrent(&popped);
+  if (!has_ended) keep_for_good(memory_);  // rather than take it from a kernel
   memory_.reset();
   release_what_graphs_dropped();
 }
 
 RuntimeStats CudaBackend::stats() const {
   const CurrentContext current(memory_->context);
+  const BesideCaptures beside;
   RuntimeStats stats = stats_;
   stats.timeouts = memory_->report->num_timeouts();
   stats.expert_tokens.assign(static_cast<std::size_t>(problem_.num_local_experts), 0);

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "backend/cuda/context.hpp"
 #include "backend/cuda/cuda_plan.hpp"
 #include "backend/cuda/kernel_memory.hpp"
+#include "backend/cuda/stream_order.hpp"
 #include "shared/kernel_params.cuh"
 
 namespace expertwire::cuda {
@@ -63,12 +63,6 @@ class CudaBackend final : public Backend {
     CUevent received[2] = {};
     bool is_received[2] = {};
   };
-  // The capture that a stream is in, if it is in one.
-  struct Capture {
-    bool is_active = false;
-    std::uint64_t id = 0;
-    CUgraph graph = nullptr;
-  };
   // For few tokens and, where that occurs, for many, by phase.
   using Kernels = std::array<std::vector<LoadedKernel>, 3>;
 
@@ -84,9 +78,7 @@ class CudaBackend final : public Backend {
   DispatchKernelParams prepare(int lane, const DispatchParams& params);
   CombineKernelParams prepare(int lane, const CombineParams& params);
   void note_dispatched(Lane& lane);
-  Capture capture_of(CUstream stream) const;
-  void follow(CUstream stream, void* wait_event);
-  void follow_captured(CUstream stream, const Capture& capture);
+  Capture follow(CUstream stream, void* wait_event);
   void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream, int max_blocks = 0);
   void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream, int max_blocks = 0);
   void raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream);
@@ -102,12 +94,7 @@ class CudaBackend final : public Backend {
   Kernels dispatch_, combine_, combine_by_blocks_;
   i32* placement_ = nullptr;       // [num_logical_experts], with a placement
   CUstream own_stream_ = nullptr;  // for set-up and stats()
-  CUevent last_work_ = nullptr;    // recorded when another stream, or nothing, is to follow
-  std::optional<CUstream> last_stream_;
-  // Of work that goes into a graph: the capture, and which of its streams came last. Not touched once that has ended.
-  std::optional<std::uint64_t> capture_;
-  CUevent last_captured_work_ = nullptr;
-  CUstream last_captured_stream_ = nullptr;
+  StreamOrder order_;
   std::vector<Lane> lanes_;
   RuntimeStats stats_;
 };

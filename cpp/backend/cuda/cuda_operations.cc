@@ -94,60 +94,18 @@ void CudaBackend::launch(const LoadedKernel& kernel, int num_blocks, std::size_t
   cuda::check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr), "cuLaunchKernelEx");
 }
 
-// Throws what keeps work on the stream from being ordered behind the work before it.
-CudaBackend::Capture CudaBackend::capture_of(CUstream stream) const {
-  const Driver& cuda = driver();
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE, of_last = CU_STREAM_CAPTURE_STATUS_NONE;
-  Capture capture;
-  cuda::check(cuda.cuStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph, nullptr, nullptr),
-              "cuStreamGetCaptureInfo");
-  if (status == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
-    throw Error(ErrorCode::InvalidArgument, "stream: its capture has been invalidated by what was done before; end it");
-  capture.is_active = status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
-  if (!capture.is_active && last_stream_ && *last_stream_ != stream) {
-    cuda::check(cuda.cuStreamIsCapturing(*last_stream_, &of_last), "cuStreamIsCapturing");
-    if (of_last != CU_STREAM_CAPTURE_STATUS_NONE) {
-      throw Error(ErrorCode::InvalidArgument,
-                  "stream: the call before was made on another stream, which is being captured now, so that this one "
-                  "cannot be ordered behind it; end that capture first, or use that stream");
-    }
-  }
-  return capture;
-}
-
 void CudaBackend::check_stream(void* stream) {
   const CurrentContext current(memory_->context);
-  capture_of(static_cast<CUstream>(stream));
+  order_.capture_of(static_cast<CUstream>(stream));
 }
 
-// Operations of one communicator run one after the other, also on different streams.
-void CudaBackend::follow(CUstream stream, void* wait_event) {
-  const Driver& cuda = driver();
-  const Capture capture = capture_of(stream);
-  if (capture.is_active) {
-    follow_captured(stream, capture);
-  } else {
-    if (last_stream_ && *last_stream_ != stream) {
-      cuda::check(cuda.cuEventRecord(last_work_, *last_stream_), "cuEventRecord");
-      cuda::check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
-    }
-    last_stream_ = stream;
-  }
+// To be noted once the work is on the stream.
+Capture CudaBackend::follow(CUstream stream, void* wait_event) {
+  const Capture capture = order_.follow(stream);
+  if (capture.is_active && order_.is_new(capture)) keep_for_graph(capture.graph, memory_);
   if (wait_event != nullptr)
-    cuda::check(cuda.cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
-}
-
-// A graph is ordered behind work outside of it by whoever launches it. Streams of one capture are there until its end.
-void CudaBackend::follow_captured(CUstream stream, const Capture& capture) {
-  const Driver& cuda = driver();
-  if (capture.id != capture_) {
-    keep_for_graph(capture.graph, memory_);
-  } else if (last_captured_stream_ != stream) {
-    cuda::check(cuda.cuEventRecord(last_captured_work_, last_captured_stream_), "cuEventRecord");
-    cuda::check(cuda.cuStreamWaitEvent(stream, last_captured_work_, 0), "cuStreamWaitEvent");
-  }
-  capture_ = capture.id;
-  last_captured_stream_ = stream;
+    cuda::check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
+  return capture;
 }
 
 const LoadedKernel& CudaBackend::choose(const Kernels& kernels, Phase phase, int num_tokens) const {
@@ -204,8 +162,9 @@ void CudaBackend::dispatch(int lane, const DispatchParams& params) {
   check();
   const CurrentContext current(memory_->context);
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream, params.wait_event);
+  const Capture capture = follow(stream, params.wait_event);
   launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
+  order_.note(stream, capture);
   note_dispatched(lanes_[static_cast<std::size_t>(lane)]);
 }
 
@@ -214,8 +173,9 @@ void CudaBackend::combine(int lane, const CombineParams& params) {
   check();
   const CurrentContext current(memory_->context);
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream, params.wait_event);
+  const Capture capture = follow(stream, params.wait_event);
   launch(Phase::WHOLE, prepare(lane, params), stream, params.max_num_blocks);
+  order_.note(stream, capture);
   lanes_[static_cast<std::size_t>(lane)].is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
 }
@@ -226,9 +186,10 @@ void CudaBackend::send(int lane_idx, const DispatchParams& params) {
   const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream, params.wait_event);
+  const Capture capture = follow(stream, params.wait_event);
   lane.dispatch = prepare(lane_idx, params);
   launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, stream, params.max_num_blocks);
+  order_.note(stream, capture);
   lane.dispatch_max_blocks = params.max_num_blocks;
   note_dispatched(lane);
 }
@@ -239,9 +200,10 @@ void CudaBackend::send(int lane_idx, const CombineParams& params) {
   const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(params.stream);
-  follow(stream, params.wait_event);
+  const Capture capture = follow(stream, params.wait_event);
   lane.combine = prepare(lane_idx, params);
   launch(Phase::SEND, lane.combine, stream, params.max_num_blocks);
+  order_.note(stream, capture);
   lane.combine_max_blocks = params.max_num_blocks;
   lane.is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
@@ -254,14 +216,16 @@ void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
   const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
   const auto stream = static_cast<CUstream>(stream_address);
-  follow(stream, nullptr);
+  const Capture capture = follow(stream, nullptr);
   if (step == Step::DISPATCH)
     launch(choose(dispatch_, Phase::RECEIVE, lane.dispatch.num_tokens), lane.dispatch, stream,
            lane.dispatch_max_blocks);
   else
     launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream, lane.combine_max_blocks);
-  cuda::check(driver().cuEventRecord(lane.received[static_cast<int>(step)], stream), "cuEventRecord");
-  lane.is_received[static_cast<int>(step)] = true;
+  order_.note(stream, capture);
+  // Whether it can be asked after or not, it is received.
+  lane.is_received[static_cast<int>(step)] =
+      driver().cuEventRecord(lane.received[static_cast<int>(step)], stream) == CUDA_SUCCESS;
   memory_->report->raise_loss(problem_);
 }
 

@@ -71,6 +71,7 @@ void find_execution(Driver& d, Symbols& symbols) {
   symbols.find(d.cuStreamSynchronize, "cuStreamSynchronize");
   symbols.find(d.cuStreamIsCapturing, "cuStreamIsCapturing");
   symbols.find(d.cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2");
+  symbols.find(d.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
   symbols.find(d.cuStreamWaitEvent, "cuStreamWaitEvent");
   symbols.find(d.cuEventCreate, "cuEventCreate");
   symbols.find(d.cuEventDestroy, "cuEventDestroy_v2");

@@ -51,6 +51,7 @@ struct Driver {
   CUresult (*cuStreamIsCapturing)(CUstream, CUstreamCaptureStatus*);
   CUresult (*cuStreamGetCaptureInfo)(CUstream, CUstreamCaptureStatus*, std::uint64_t* id, CUgraph*,
                                      const CUgraphNode** dependencies, std::size_t* num_dependencies);
+  CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode*);
   CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned flags);
   CUresult (*cuEventCreate)(CUevent*, unsigned flags);
   CUresult (*cuEventDestroy)(CUevent);

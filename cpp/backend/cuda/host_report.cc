@@ -49,7 +49,10 @@ HostReport::HostReport() : words_(take_host_words()) {
   device_ = reinterpret_cast<HostWords*>(device);
 }
 
-HostReport::~HostReport() { put_back(words_); }
+// A forked child may find the list locked, by a thread that it does not have.
+HostReport::~HostReport() {
+  if (!process_.is_inherited()) put_back(words_);
+}
 
 void HostReport::raise_loss(const Problem& problem) const {
   if (!has_loss()) return;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "base/own_process.hpp"
 #include "shared/kernel_params.cuh"
 
 namespace expertwire::cuda {
@@ -40,6 +41,7 @@ class HostReport {
   int lost_peer() const { return words_->loss.peer < 0 ? words_->loss.rank : words_->loss.peer; }
   LossKind lost(int rank) const { return load_acquire(words_->lost[rank]); }
 
+  OwnProcess process_;
   HostWords* words_ = nullptr;
   HostWords* device_ = nullptr;
 };

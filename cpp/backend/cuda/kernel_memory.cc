@@ -12,6 +12,7 @@ namespace {
 struct Dropped {
   std::mutex mutex;
   std::vector<std::shared_ptr<KernelMemory>> memory;
+  std::shared_ptr<KernelMemory> kept_last;
 };
 
 Dropped& dropped() {
@@ -37,6 +38,12 @@ void keep_for_graph(CUgraph graph, const std::shared_ptr<KernelMemory>& memory) 
   const CUresult result = cuda.cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE);
   if (result != CUDA_SUCCESS) cuda.cuUserObjectRelease(object, 1);
   check(result, "cuGraphRetainUserObject");
+}
+
+void keep_for_good(std::shared_ptr<KernelMemory> memory) noexcept {
+  const std::lock_guard lock(dropped().mutex);
+  memory->kept_before = std::move(dropped().kept_last);
+  dropped().kept_last = std::move(memory);
 }
 
 void release_what_graphs_dropped() noexcept {

@@ -20,10 +20,14 @@ struct KernelMemory {
   std::optional<SymmetricMemory> inboxes;
   std::vector<Mapping> own;  // of this rank alone: outputs and state of every lane, then the words of all lanes
   std::optional<HostReport> report;
+  std::shared_ptr<KernelMemory> kept_before;  // of those that are kept for good
 };
 
 // Has a graph, also one that is being captured, keep the memory until it and all that is made from it have gone and have ended.
 void keep_for_graph(CUgraph graph, const std::shared_ptr<KernelMemory>& memory);
+
+// Never releases it: work that cannot be waited for may touch it.
+void keep_for_good(std::shared_ptr<KernelMemory> memory) noexcept;
 
 // Releases what graphs have let go of. They cannot do it themselves: where they say so, the driver allows no calls to it.
 void release_what_graphs_dropped() noexcept;

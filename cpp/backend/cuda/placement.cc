@@ -19,20 +19,20 @@ void CudaBackend::write_placement(CUstream stream) {
 void CudaBackend::check_update(void* stream) {
   memory_->report->raise_loss(problem_);
   const CurrentContext current(memory_->context);
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  cuda::check(driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &status), "cuStreamIsCapturing");
-  if (status != CU_STREAM_CAPTURE_STATUS_NONE)
+  if (order_.capture_of(static_cast<CUstream>(stream)).is_active)
     throw Error(ErrorCode::InvalidArgument, "stream is being captured: a placement cannot be updated in a graph");
 }
 
 void CudaBackend::update_placement(std::vector<i32> physical_of_logical, void* stream) {
   const CurrentContext current(memory_->context);
-  problem_.physical_of_logical = std::move(physical_of_logical);
+  const BesideCaptures beside;
   const auto on = static_cast<CUstream>(stream);
-  follow(on, nullptr);
+  const Capture capture = follow(on, nullptr);
   // A copy behind an operation that waits for a peer would hold up the copies of other ranks on this GPU, the peer's too.
   cuda::check(driver().cuStreamSynchronize(on), "cuStreamSynchronize");
+  problem_.physical_of_logical = std::move(physical_of_logical);
   write_placement(on);
+  order_.note(on, capture);
 }
 
 }  // namespace expertwire::cuda

@@ -55,7 +55,13 @@ class TorchAdapter(ArrayAdapter):
         """A new tensor. Its memory belongs to the stream, so that nothing earlier on another one still uses it."""
         if stream is None:
             return torch.empty(shape, dtype=DTYPES[dtype], device=self._device)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)):
+        # ExternalStream of the default stream, 0, would be another one.
+        of = (
+            torch.cuda.ExternalStream(stream, device=self._device)
+            if stream
+            else torch.cuda.default_stream(self._device)
+        )
+        with torch.cuda.stream(of):
             return torch.empty(shape, dtype=DTYPES[dtype], device=self._device)
 
     def over(self, memory: Array, shape: tuple[int, ...], dtype: str) -> Array:
