@@ -62,7 +62,7 @@ CPP_SYSTEM_HEADERS = {
     r"doctest/": ("cpp/tests/",),
     r"mpi\.h": ("cpp/include/expertwire/mpi_bootstrap.hpp",),
     r"sys/mman\.h|linux/futex\.h": ("cpp/backend/cpu/", "cpp/backend/cuda/", "cpp/tests/"),
-    r"dlfcn\.h": ("cpp/backend/cuda/driver.cc",),
+    r"dlfcn\.h": ("cpp/backend/cuda/driver.cc", "cpp/tests/test_driver_calls.cc"),
     r"immintrin\.h|arm_neon\.h": ("cpp/backend/cpu/",),
 }
 
@@ -70,7 +70,7 @@ CPP_SYSTEM_HEADERS = {
 CPP_WORDS = {
     r"\b(secure_)?getenv\s*\(|\benviron\b": ("cpp/base/env.cc",),
     r"\b(setenv|unsetenv|putenv)\s*\(": ("cpp/tests/",),
-    r"\bdlopen\s*\(": ("cpp/backend/cuda/driver.cc",),
+    r"\bdlopen\s*\(": ("cpp/backend/cuda/driver.cc", "cpp/tests/test_driver_calls.cc"),
     r"\bofstream\b|\bfopen\s*\(": ("cpp/backend/cuda/jit.cc", "cpp/bench/", "cpp/tests/", "cpp/examples/"),
     r"\b(abort|_?exit|quick_exit|_Exit|terminate)\s*\(": ("cpp/tests/", "cpp/bench/", "cpp/examples/"),
     r"\b(system|popen)\s*\(": (),
@@ -82,6 +82,7 @@ CPP_WORDS = {
         "cpp/backend/cuda/",
         "cpp/bench/",
         "cpp/examples/",
+        "cpp/tests/stand_in/",
     ),
 }
 

@@ -276,6 +276,19 @@ def test_dropped_requests_are_reported_and_received_later(case: Case) -> None:
         assert_received(of_ranks, expected(case.config, case.inputs(step)), f"step {step}")
 
 
+def test_what_a_dropped_request_sent_is_not_received_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    with single() as comm:
+        with pytest.warns(ResourceWarning):
+            comm.dispatch_async(rows(), ids())
+        with monkeypatch.context() as patch:
+            patch.setattr("expertwire.requests.is_capturing", lambda _: True)
+            for call in (comm.dispatch, comm.dispatch_async):
+                with pytest.raises(ew.HandleError, match="dispatch_async: a request was dropped without wait"):
+                    call(rows(), ids())
+        out, handle = comm.dispatch(rows(), ids())
+        assert comm.combine(out.tokens, handle).shape == (3, 16)
+
+
 # Of two that wait for a third, one gives it up first and the other may hear of that.
 HOW_ONE_IS_LOST = "did not arrive within timeout_s|had ended with an error|was given up by another rank"
 

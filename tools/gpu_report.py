@@ -2,8 +2,9 @@
 
     python3 tools/gpu_report.py RESULTS OUTPUT.json "command line"
 
-RESULTS holds, for each group of tests, NAME.jsonl (a line when a test begins and when it ends, by tests/gpu_suite.py) or
-NAME.xml (by ctest), and NAME.status (exit status and seconds). The exit status is 0 if something passed and nothing failed, hung or died.
+RESULTS holds, for each group of tests, NAME.status (exit status and seconds), and NAME.jsonl (a line when a test begins
+and when it ends, by tests/gpu_suite.py) or NAME.xml (by ctest). The exit status is 0 if something passed and nothing
+failed, hung or died.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def lines_of(status_file: Path) -> list[dict[str, Any]]:
     if not by_ctest.exists():
         return []
     lines = []
-    for case in ElementTree.parse(by_ctest).getroot().iter("testcase"):
+    root = ElementTree.parse(by_ctest).getroot()  # noqa: S314 (made by ctest, here)
+    for case in root.iter("testcase"):
         skipped, failure = case.find("skipped"), case.find("failure")
         line = {"test": case.attrib["name"], "outcome": "passed", "seconds": round(float(case.attrib["time"]), 3)}
         if skipped is not None:

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from expertwire import _core
-from expertwire.errors import BackendError, Error, InvalidArgumentError
+from expertwire.errors import BackendError, Error, HandleError, InvalidArgumentError
+from expertwire.interop.cuda import is_capturing
 from expertwire.types import Array
 
 
@@ -40,18 +41,19 @@ class SentOperations:
     Args:
         runtime: of the communicator.
         stream_for: (array, what the caller asked for) to the address of the stream that a receive of it is put on.
-        on_cuda: a receive has not ended when its call returns.
+        device: of the communicator. On CUDA a receive has not ended when its call returns.
 
     Attributes:
         by_lane: by operation and lane; empty unless something is under way, which every call looks at.
     """
 
     def __init__(
-        self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int], on_cuda: bool
+        self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int], device: str
     ) -> None:
         self._runtime: _core.MoERuntime | None = runtime
         self._stream_for = stream_for
-        self._on_cuda = on_cuda
+        self._device = device
+        self._on_cuda = device != "cpu"
         self._last_of_lane: dict[tuple[str, int], SentOperation] = {}
         self.by_lane: dict[tuple[str, int], SentOperation] = {}
 
@@ -100,8 +102,14 @@ class SentOperations:
         """Receives what was dropped on a lane that is about to be used."""
         for operation in ("dispatch", "combine"):
             sent = self.by_lane.get((operation, lane))
-            if sent is not None and sent.is_dropped:
-                self.receive(sent, stream)
+            if sent is None or not sent.is_dropped:
+                continue
+            if is_capturing(self._device):  # each replay would receive once more what was sent once
+                raise HandleError(
+                    f"{operation}_async: a request was dropped without wait(), and what it sent cannot be received in "
+                    "a capture: let all ranks make a call outside of it first"
+                )
+            self.receive(sent, stream)
 
     def close(self) -> None:
         """What has not been received never will be."""

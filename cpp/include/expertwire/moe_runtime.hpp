@@ -119,8 +119,9 @@ struct ThroughputCombineRequest {
 ///
 /// **Streams.** On the CPU an operation is complete when its call returns. On CUDA it is put on the request's stream
 /// and the call does not wait for the GPU; operations of one runtime run one after another also when their streams
-/// differ, unless the stream of the one before is being captured, which is refused. Both may be captured into a graph, which keeps the runtime's memory and so may outlive it; arrays of the caller
-/// remain the caller's to keep.
+/// differ; where the stream of the last one outside of a graph is being captured, one on another stream is refused. All
+/// may be captured into a graph, which keeps the runtime's memory and so may outlive it; arrays of the caller remain the
+/// caller's to keep.
 ///
 /// **Errors.** All are Error, but for std::bad_alloc after construction and what a bootstrap of the caller's throws. What
 /// the host can see is checked before anything is sent: such a call counts for nothing, the peers wait within timeout_s

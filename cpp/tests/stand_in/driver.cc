@@ -129,7 +129,6 @@ using expertwire::test::stand_in::Control;
 using expertwire::test::stand_in::self;
 using expertwire::test::stand_in::text;
 using expertwire::test::stand_in::UserObject;
-using Stream = CUstream;
 
 extern "C" {
 

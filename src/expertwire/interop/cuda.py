@@ -65,6 +65,16 @@ def current_stream(device: str) -> object:
     return 0
 
 
+def is_capturing(device: str) -> bool:
+    """Whether a framework's current stream is being captured into a CUDA graph. Never on the CPU."""
+    if device == "cpu":
+        return False
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    return cupy is not None and cupy.cuda.is_available() and bool(cupy.cuda.get_current_stream().is_capturing())
+
+
 class HeldStreams:
     """Streams of one communicator that must live, for its next call on another one comes back to the last.
 

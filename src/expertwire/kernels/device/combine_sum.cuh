@@ -5,11 +5,16 @@
 
 namespace expertwire {
 
+// Of an id as noted: kNoExpert for none.
+__device__ inline i32 rank_of_id(u32 id) {
+  return rank_of_expert(static_cast<i32>(id) < 0 ? -1 : static_cast<i32>(id));
+}
+
 // Of lane k, of one own token.
 struct OwnFacts {
-  u32 id;  // as noted: kNoExpert for none
+  u32 id;
   Selections selections;
-  __device__ i32 rank() const { return rank_of_expert(static_cast<i32>(id) < 0 ? -1 : static_cast<i32>(id)); }
+  __device__ i32 rank() const { return rank_of_id(id); }
 };
 
 __device__ inline i32 first_own_item() { return grid_warp_of_part(kRanks - 1, kRanks); }

@@ -6,16 +6,25 @@
 
 namespace expertwire {
 
+// A warp for each token, to the ranks that it has selected. These wait for all of it before they sum: what a rank does not
+// wait for could come when it has cleared the buffer, and meet the combine that uses that next.
 __device__ inline void send_weights(const CombineContext& c) {
   if (!kSumsWithWeights || c.weights == nullptr) return;
-  for (i32 i = grid_thread(); i < c.num_tokens * kTopkPadded; i += grid_threads()) {
-    const i32 token = i / kTopkPadded, k = i % kTopkPadded;
-    u32 weight = k < kTopk ? as_bits(c.weights[token * kTopk + k]) : 0;
-    if (weight == kSentinel) weight = kNanFloat;
+  const i32 lane = lane_idx();
+#pragma unroll 1
+  for (i32 token = grid_warp(); token < c.num_tokens; token += grid_warps()) {
+    i32 rank_of_lane = -1;
+    u32 weight = 0;
+    if (lane < kTopk) {
+      rank_of_lane = rank_of_id(at<const u32>(c.p.lane.state, kState.own_ids)[token * kTopkPadded + lane]);
+      weight = as_bits(c.weights[token * kTopk + lane]);
+      if (weight == kSentinel) weight = kNanFloat;
+    }
+#pragma unroll 1
     for (i32 peer = 0; peer < kRanks; ++peer) {
-      if (peer != c.rank && !is_absent(peer))
-        store_relaxed_sys(weight_words(c.p.lane.inboxes[peer], kInbox.combine_weights, c.buffers.route, c.rank, 0) + i,
-                          weight);
+      if (__any_sync(kAllLanes, rank_of_lane == peer) == 0 || peer == c.rank || is_absent(peer)) continue;
+      u32* to = weight_words(c.p.lane.inboxes[peer], kInbox.combine_weights, c.buffers.route, c.rank, token);
+      if (lane < kTopkPadded) store_relaxed_sys(to + lane, weight);
     }
   }
 }
@@ -52,6 +61,10 @@ __device__ __noinline__ bool drop_old_sums(const CombineKernelParams& p, u32 epo
 #pragma unroll
       for (i32 u = 0; u < kWords; ++u)
         if (in_out(piece, u)) take_word(row + word_of(piece, u), sentinel_word(), r, wait);
+      if constexpr (config::kMask) {
+        if (wait.gone(r))
+          add_to_set(block_losses().absent, r);  // what is still to come of it is old, and no part of a sum
+      }
     }
   }
   sync_workers();

@@ -135,7 +135,7 @@ class MaskingWait {
     *reinterpret_cast<volatile u32*>(lane_.mask.host + rank) = static_cast<u32>(kind);
     __threadfence_system();
     store_relaxed_sys(at<u32>(notices_of(lane_, rank), kNotices.given_up), 1u);  // the last word to it
-    tell(global_nanoseconds());
+    tell();
   }
 
   // One thread of a rank that waits, every now and then: hears what others have lost, and says that it is here.
@@ -146,13 +146,30 @@ class MaskingWait {
     for (i32 source = 0; source < kRanks; ++source) {
       if (source != lane_.rank && !is_lost(source)) unite(source);
     }
-    tell(now);
+    tell();
   }
 
-  __device__ __noinline__ void tell(u64 now) {
+  // Threads may tell at the same time: whoever finds more lost than before tells once more, so that the last notice names all.
+  __device__ __noinline__ void tell() {
+    u32 num_known;
+    do {
+      num_known = num_lost();
+      store_notices();
+      __threadfence_system();
+    } while (num_lost() != num_known);
+  }
+
+  __device__ __noinline__ u32 num_lost() const {
+    u32 num = 0;
+#pragma unroll 1
+    for (i32 rank = 0; rank < kRanks; ++rank) num += is_lost(rank) ? 1u : 0u;
+    return num;
+  }
+
+  __device__ __noinline__ void store_notices() {
     u32 set[kSetWords] = {0, 0, 0};
     for (i32 rank = 0; rank < kRanks; ++rank) set[rank >> 5] |= (is_lost(rank) ? 1u : 0u) << (rank & 31);
-    const Word notice{set[0], set[1], set[2], static_cast<u32>(now >> 4) | 1u};
+    const Word notice{set[0], set[1], set[2], static_cast<u32>(global_nanoseconds() >> 4) | 1u};
     for (i32 peer = 0; peer < kRanks; ++peer) {
       if (peer != lane_.rank && !in_set(set, peer))
         store_relaxed_sys(at<Word>(notices_of(lane_, peer), kNotices.notices) + lane_.rank, notice);
