@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ml_dtypes
@@ -208,3 +209,15 @@ def test_torch_outputs_carry_nothing_from_one_dispatch_to_the_next() -> None:
         negated = torch.complex(torch.zeros(3, 2), torch.ones(3, 2)).conj().imag
         with pytest.raises(ew.InvalidArgumentError, match="weights = non-contiguous"):
             comm.dispatch(x, topk_ids, negated)
+
+
+# ExternalStream(0) of torch is some other stream, whose memory would be written on the default one.
+@pytest.mark.parametrize("stream", [0, 0x10])
+def test_torch_results_belong_to_the_stream_that_writes_them(monkeypatch: pytest.MonkeyPatch, stream: int) -> None:
+    torch = pytest.importorskip("torch")
+    used = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: (0, device.type))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: (address, device.type))
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: contextlib.nullcontext(used.append(of)))
+    adapter_of("torch").empty((2, 8), "bfloat16", stream)
+    assert used == [(stream, "cpu")]

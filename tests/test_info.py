@@ -51,6 +51,13 @@ def test_text_names_backends_and_versions() -> None:
     assert f"python {sys.version.split()[0]}" in words
 
 
+def test_hardware_queues_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert fact(collect(), "GPU hardware queues").value.startswith("32 connections; ")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert "is not set" in fact(collect(), "GPU hardware queues").value
+
+
 @pytest.mark.parametrize("isa", ["avx512", "neon", "bogus"])
 def test_row_kernels_that_cannot_be_used_are_said(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     if isa in collect().cpu_isas:

@@ -42,6 +42,11 @@ class Launcher:
     job: str | None
 
 
+def device_connections() -> str:
+    """``CUDA_DEVICE_MAX_CONNECTIONS``, which the CUDA driver reads when it starts; empty if it is not set."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+
+
 @functools.cache
 def rendezvous() -> str | None:
     """``EXPERTWIRE_RENDEZVOUS``, or ``None``. Read once."""

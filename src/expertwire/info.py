@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertwire.env import device_connections
 from expertwire.errors import Error
 from expertwire.machine import describe_machine, describe_versions
 
@@ -92,7 +93,7 @@ def collect() -> Info:
     """Looks at the machine. Imports nothing heavy, starts no process and changes nothing."""
     core = _core()
     needed = [core.fact, _shared_memory(), _descriptor_passing()]  # without the others some comfort is missing
-    facts = [*needed, _peer_watch(), _open_files(), _ptrace_scope(), _profiler_ranges()]
+    facts = [*needed, _peer_watch(), _open_files(), _ptrace_scope(), _profiler_ranges(), _hardware_queues()]
     cpu_problem = "; ".join(fact.value for fact in needed if fact.advice)
     gpus = find_gpus()
     cuda_problem = _why_no_cuda() or gpus.problem
@@ -183,6 +184,12 @@ def _profiler_ranges() -> Fact:
         return Fact(name, str(error))
     advice = "add the folder of one of these libraries to LD_LIBRARY_PATH"
     return Fact(name, state, "" if state in ("off", "on") else advice)
+
+
+def _hardware_queues() -> Fact:
+    value = device_connections()
+    used = f"{value} connections" if value else "as the driver has it (CUDA_DEVICE_MAX_CONNECTIONS is not set)"
+    return Fact("GPU hardware queues", f"{used}; several ranks of a process on one GPU need 32")
 
 
 def _cpu_features() -> list[str]:

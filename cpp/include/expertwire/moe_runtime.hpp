@@ -126,7 +126,8 @@ struct ThroughputCombineRequest {
 /// **Errors.** All are Error, but for std::bad_alloc after construction and what a bootstrap of the caller's throws. What
 /// the host can see is checked before anything is sent: such a call counts for nothing, the peers wait within timeout_s
 /// for this rank's corrected one, and the runtime stays usable. Once a peer is lost under PeerLossPolicy::RAISE every
-/// later operation throws PeerLost. After close() operations throw InvalidArgument.
+/// later operation throws PeerLost. After close() operations throw InvalidArgument. On CUDA any operation may throw Backend:
+/// the driver has refused it, in its words; nothing was sent or received then.
 ///
 /// **Forks.** A forked child has no part in a runtime of its parent: whatever asks for more than constants throws
 /// InvalidArgument there, and its end leaves the parent's runtime alone.
