@@ -281,10 +281,9 @@ def test_what_a_dropped_request_sent_is_not_received_into_a_graph(monkeypatch: p
         with pytest.warns(ResourceWarning):
             comm.dispatch_async(rows(), ids())
         with monkeypatch.context() as patch:
-            patch.setattr("expertwire.requests.is_capturing", lambda _: True)
-            for call in (comm.dispatch, comm.dispatch_async):
-                with pytest.raises(ew.HandleError, match="dispatch_async: a request was dropped without wait"):
-                    call(rows(), ids())
+            patch.setattr("expertwire._core.is_stream_capturing", lambda stream: stream == 0x10)
+            with pytest.raises(ew.HandleError, match="dispatch_async: a request was dropped without wait"):
+                comm._sent.settle(0, 0x10)
         out, handle = comm.dispatch(rows(), ids())
         assert comm.combine(out.tokens, handle).shape == (3, 16)
 

@@ -64,10 +64,10 @@ def lines_of(status_file: Path) -> list[dict[str, Any]]:
     for case in root.iter("testcase"):
         skipped, failure = case.find("skipped"), case.find("failure")
         line = {"test": case.attrib["name"], "outcome": "passed", "seconds": round(float(case.attrib["time"]), 3)}
-        if skipped is not None:
-            line |= {"outcome": "skipped", "text": skipped.get("message", "")}
-        elif failure is not None:
-            line |= {"outcome": "failed", "text": failure.get("message", "")}
+        if skipped is not None and skipped.get("message", "").startswith("SKIP_RETURN_CODE"):
+            line |= {"outcome": "skipped", "text": (case.findtext("system-out") or "").partition("\n")[0]}
+        elif skipped is not None or failure is not None:  # a program that cannot be started counts as skipped there
+            line |= {"outcome": "failed", "text": (failure if skipped is None else skipped).get("message", "")}
         lines.append(line)
     return lines
 

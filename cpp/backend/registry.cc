@@ -8,6 +8,7 @@
 #include "backend/cuda/driver.hpp"
 #include "backend/cuda/jit.hpp"
 #include "backend/cuda/precompile.hpp"
+#include "backend/cuda/stream_order.hpp"
 #include "expertwire/error.hpp"
 
 namespace expertwire {
@@ -39,6 +40,7 @@ std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const s
 void set_nvrtc_search_path(const std::vector<std::string>& folders) { cuda::set_nvrtc_search_path(folders); }
 
 std::string nvtx_state() { return cuda::nvtx_state(); }
+bool is_stream_capturing(void* stream) { return cuda::is_stream_capturing(stream); }
 
 std::optional<std::string> cuda_why_unusable() { return cuda::why_unusable(); }
 

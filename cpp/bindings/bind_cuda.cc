@@ -41,6 +41,9 @@ void bind_cuda(nb::module_& m) {
         "Names folders to look for the CUDA compiler library in, after the places that need no telling.");
   m.def("nvtx_state", &nvtx_state, nb::call_guard<nb::gil_scoped_release>(),
         "Ranges for a profiler: off, on, or why there are none although EXPERTWIRE_NVTX is 1.");
+  m.def(
+      "is_stream_capturing", [](std::uintptr_t stream) { return is_stream_capturing(reinterpret_cast<void*>(stream)); },
+      nb::arg("stream"), "Whether the CUDA stream at an address is being captured into a graph.");
   m.def("cuda_why_unusable", &cuda_why_unusable, nb::call_guard<nb::gil_scoped_release>(),
         "Why this machine cannot run the CUDA backend, and what to do; None if it can.");
 }

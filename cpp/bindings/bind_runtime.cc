@@ -270,12 +270,7 @@ void bind_runtime(nb::module_& m) {
       .def("lost_ranks",
            [](GuardedRuntime& self) { return self.enter([](MoERuntime& runtime) { return runtime.lost_ranks(); }); })
       .def("check", [](GuardedRuntime& self) { self.enter([](MoERuntime& runtime) { runtime.check(); }); })
-      .def("close", [](GuardedRuntime& self) {
-        self.enter([](MoERuntime& runtime) {
-          const ReleasedGil released;  // as for the destructor
-          runtime.close();
-        });
-      });
+      .def("close", [](GuardedRuntime& self) { self.enter([](MoERuntime& runtime) { runtime.close(); }); });
 }
 
 }  // namespace expertwire::bindings

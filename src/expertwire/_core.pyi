@@ -328,6 +328,9 @@ def nvtx_state() -> str:
     Ranges for a profiler: off, on, or why there are none although EXPERTWIRE_NVTX is 1.
     """
 
+def is_stream_capturing(stream: int) -> bool:
+    """Whether the CUDA stream at an address is being captured into a graph."""
+
 def cuda_why_unusable() -> str | None:
     """
     Why this machine cannot run the CUDA backend, and what to do; None if it can.

@@ -63,7 +63,7 @@ class MoECommunicator(CommunicatorFacts):
         self._reader = ArgumentReader(self._config, self._shapes, self._device, runtime.config)
         self._outputs: dict[str, list[DispatchOutput]] = {}  # by framework
         self._last_lane = 0
-        self._sent = SentOperations(runtime, self._reader.stream_for, self._device)
+        self._sent = SentOperations(runtime, self._reader.stream_for, self._on_cuda)
 
     def dispatch(
         self,

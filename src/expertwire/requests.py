@@ -9,7 +9,6 @@ from typing import Any
 
 from expertwire import _core
 from expertwire.errors import BackendError, Error, HandleError, InvalidArgumentError
-from expertwire.interop.cuda import is_capturing
 from expertwire.types import Array
 
 
@@ -41,19 +40,18 @@ class SentOperations:
     Args:
         runtime: of the communicator.
         stream_for: (array, what the caller asked for) to the address of the stream that a receive of it is put on.
-        device: of the communicator. On CUDA a receive has not ended when its call returns.
+        on_cuda: a receive has not ended when its call returns.
 
     Attributes:
         by_lane: by operation and lane; empty unless something is under way, which every call looks at.
     """
 
     def __init__(
-        self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int], device: str
+        self, runtime: _core.MoERuntime, stream_for: Callable[[Array, object | None], int], on_cuda: bool
     ) -> None:
         self._runtime: _core.MoERuntime | None = runtime
         self._stream_for = stream_for
-        self._device = device
-        self._on_cuda = device != "cpu"
+        self._on_cuda = on_cuda
         self._last_of_lane: dict[tuple[str, int], SentOperation] = {}
         self.by_lane: dict[tuple[str, int], SentOperation] = {}
 
@@ -98,13 +96,15 @@ class SentOperations:
         is_done = self._runtime.dispatch_done if sent.operation == "dispatch" else self._runtime.combine_done
         return is_done(sent.handle)
 
-    def settle(self, lane: int, stream: object | None) -> None:
-        """Receives what was dropped on a lane that is about to be used."""
+    def settle(self, lane: int, stream: int | None) -> None:
+        """Receives what was dropped on a lane that is about to be used, on a stream at this address."""
         for operation in ("dispatch", "combine"):
             sent = self.by_lane.get((operation, lane))
             if sent is None or not sent.is_dropped:
                 continue
-            if is_capturing(self._device):  # each replay would receive once more what was sent once
+            if stream is not None and _core.is_stream_capturing(
+                stream
+            ):  # each replay would receive once more what was sent once
                 raise HandleError(
                     f"{operation}_async: a request was dropped without wait(), and what it sent cannot be received in "
                     "a capture: let all ranks make a call outside of it first"

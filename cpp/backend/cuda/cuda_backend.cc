@@ -203,7 +203,7 @@ void CudaBackend::fill_memory() {
   }
   cuda::check(cuda.cuMemsetD8Async(memory_->own.back().address(), 0, sizeof(CommonWords), own_stream_),
               "cuMemsetD8Async");
-  write_placement(own_stream_);
+  write_placement(problem_.physical_of_logical, own_stream_);
   cuda::check(cuda.cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
 
@@ -214,10 +214,11 @@ void CudaBackend::launch_nothing() {
   CombineKernelParams combine{};
   dispatch.num_tokens = combine.num_tokens = -1;
   for (const auto& kernels : dispatch_)
-    for (const LoadedKernel& kernel : kernels) launch(kernel, dispatch, own_stream_);
+    for (const LoadedKernel& kernel : kernels)
+      launch(kernel, cuda_plan_.dispatch_blocks, cuda_plan_.dispatch_shared_bytes, &dispatch, own_stream_);
   for (const Kernels* of_combine : {&combine_, &combine_by_blocks_})
     for (const auto& kernels : *of_combine)
-      for (const LoadedKernel& kernel : kernels) launch(kernel, combine, own_stream_);
+      for (const LoadedKernel& kernel : kernels) launch(kernel, cuda_plan_.combine_blocks, 0, &combine, own_stream_);
   raise_epochs(reinterpret_cast<CUdeviceptr>(lanes_.front().params.state), 1, 2, own_stream_);
   cuda::check(driver().cuStreamSynchronize(own_stream_), "cuStreamSynchronize");
 }
@@ -227,7 +228,6 @@ CudaBackend::~CudaBackend() { release(); }
 // The caller's stream is not touched after this, for it may be gone before the buffers are.
 void CudaBackend::close() noexcept {
   const BesideCaptures beside;
-  release_what_graphs_dropped();
   if (driver().cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
     return;  // the driver has shut down, with all it held
   order_.let_go();

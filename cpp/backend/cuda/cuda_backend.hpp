@@ -72,18 +72,18 @@ class CudaBackend final : public Backend {
   void load_kernels();
   void make_lanes();
   void fill_memory();
-  void write_placement(CUstream stream);
+  void write_placement(const std::vector<i32>& physical_of_logical, CUstream stream);
   void launch_nothing();
   CUdeviceptr allocate(std::size_t bytes);
   DispatchKernelParams prepare(int lane, const DispatchParams& params);
   CombineKernelParams prepare(int lane, const CombineParams& params);
   void note_dispatched(Lane& lane);
-  Capture follow(CUstream stream, void* wait_event);
-  void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream, int max_blocks = 0);
-  void launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream, int max_blocks = 0);
+  Turn follow(CUstream stream, void* wait_event);
+  void launch(const LoadedKernel& kernel, const DispatchKernelParams& params, const Turn& turn, int max_blocks);
+  void launch(const LoadedKernel& kernel, const CombineKernelParams& params, const Turn& turn, int max_blocks);
   void raise_epochs(CUdeviceptr epochs, int num_run, int num_all, CUstream stream);
   void launch(const LoadedKernel& kernel, int num_blocks, std::size_t shared_bytes, void* params, CUstream stream);
-  void launch(Phase phase, const CombineKernelParams& params, CUstream stream, int max_blocks);
+  void launch(Phase phase, const CombineKernelParams& params, const Turn& turn, int max_blocks);
   const LoadedKernel& choose(const Kernels& kernels, Phase phase, int num_tokens) const;
   void add_device_counts(const Lane& lane, RuntimeStats& stats) const;
 

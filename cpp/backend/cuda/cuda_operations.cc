@@ -31,30 +31,32 @@ class Range {
 
 }  // namespace
 
-void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, CUstream stream,
+void CudaBackend::launch(const LoadedKernel& kernel, const DispatchKernelParams& params, const Turn& turn,
                          int max_blocks) {
   const int all = cuda_plan_.dispatch_blocks, run = max_blocks > 0 ? std::min(max_blocks, all) : all;
-  launch(kernel, run, cuda_plan_.dispatch_shared_bytes, const_cast<DispatchKernelParams*>(&params), stream);
+  launch(kernel, run, cuda_plan_.dispatch_shared_bytes, const_cast<DispatchKernelParams*>(&params), turn.stream);
+  order_.note(turn);
   if (run < all)
     raise_epochs(
         reinterpret_cast<CUdeviceptr>(params.lane.state) + make_lane_state_layout(problem_.shape).dispatch_epochs, run,
-        all, stream);
+        all, turn.stream);
 }
 
-void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, CUstream stream,
+void CudaBackend::launch(const LoadedKernel& kernel, const CombineKernelParams& params, const Turn& turn,
                          int max_blocks) {
   const int all = cuda_plan_.combine_blocks, run = max_blocks > 0 ? std::min(max_blocks, all) : all;
-  launch(kernel, run, 0, const_cast<CombineKernelParams*>(&params), stream);
+  launch(kernel, run, 0, const_cast<CombineKernelParams*>(&params), turn.stream);
+  order_.note(turn);
   if (run < all)
     raise_epochs(
         reinterpret_cast<CUdeviceptr>(params.lane.state) + make_lane_state_layout(problem_.shape).combine_epochs, run,
-        all, stream);
+        all, turn.stream);
 }
 
-void CudaBackend::launch(Phase phase, const CombineKernelParams& params, CUstream stream, int max_blocks) {
+void CudaBackend::launch(Phase phase, const CombineKernelParams& params, const Turn& turn, int max_blocks) {
   const bool by_blocks = params.ready_words != nullptr;
   if (by_blocks && max_blocks == 0) max_blocks = std::max(1, cuda_plan_.combine_blocks / kShareOfBlocks);
-  launch(choose(by_blocks ? combine_by_blocks_ : combine_, phase, params.num_tokens), params, stream, max_blocks);
+  launch(choose(by_blocks ? combine_by_blocks_ : combine_, phase, params.num_tokens), params, turn, max_blocks);
 }
 
 // Each block keeps its own epoch: those that an operation has not run take over that of those that it has.
@@ -99,13 +101,12 @@ void CudaBackend::check_stream(void* stream) {
   order_.capture_of(static_cast<CUstream>(stream));
 }
 
-// To be noted once the work is on the stream.
-Capture CudaBackend::follow(CUstream stream, void* wait_event) {
-  const Capture capture = order_.follow(stream);
-  if (capture.is_active && order_.is_new(capture)) keep_for_graph(capture.graph, memory_);
+Turn CudaBackend::follow(CUstream stream, void* wait_event) {
+  const Turn turn = order_.follow(stream);
+  if (turn.capture.is_active && order_.is_new(turn.capture)) keep_for_graph(turn.capture.graph, memory_);
   if (wait_event != nullptr)
     cuda::check(driver().cuStreamWaitEvent(stream, static_cast<CUevent>(wait_event), 0), "cuStreamWaitEvent");
-  return capture;
+  return turn;
 }
 
 const LoadedKernel& CudaBackend::choose(const Kernels& kernels, Phase phase, int num_tokens) const {
@@ -161,10 +162,8 @@ void CudaBackend::dispatch(int lane, const DispatchParams& params) {
   const Range range("expertwire dispatch");
   check();
   const CurrentContext current(memory_->context);
-  const auto stream = static_cast<CUstream>(params.stream);
-  const Capture capture = follow(stream, params.wait_event);
-  launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), stream, params.max_num_blocks);
-  order_.note(stream, capture);
+  const Turn turn = follow(static_cast<CUstream>(params.stream), params.wait_event);
+  launch(choose(dispatch_, Phase::WHOLE, params.num_tokens), prepare(lane, params), turn, params.max_num_blocks);
   note_dispatched(lanes_[static_cast<std::size_t>(lane)]);
 }
 
@@ -172,10 +171,8 @@ void CudaBackend::combine(int lane, const CombineParams& params) {
   const Range range("expertwire combine");
   check();
   const CurrentContext current(memory_->context);
-  const auto stream = static_cast<CUstream>(params.stream);
-  const Capture capture = follow(stream, params.wait_event);
-  launch(Phase::WHOLE, prepare(lane, params), stream, params.max_num_blocks);
-  order_.note(stream, capture);
+  const Turn turn = follow(static_cast<CUstream>(params.stream), params.wait_event);
+  launch(Phase::WHOLE, prepare(lane, params), turn, params.max_num_blocks);
   lanes_[static_cast<std::size_t>(lane)].is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
 }
@@ -185,11 +182,9 @@ void CudaBackend::send(int lane_idx, const DispatchParams& params) {
   check();
   const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const auto stream = static_cast<CUstream>(params.stream);
-  const Capture capture = follow(stream, params.wait_event);
+  const Turn turn = follow(static_cast<CUstream>(params.stream), params.wait_event);
   lane.dispatch = prepare(lane_idx, params);
-  launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, stream, params.max_num_blocks);
-  order_.note(stream, capture);
+  launch(choose(dispatch_, Phase::SEND, params.num_tokens), lane.dispatch, turn, params.max_num_blocks);
   lane.dispatch_max_blocks = params.max_num_blocks;
   note_dispatched(lane);
 }
@@ -199,11 +194,9 @@ void CudaBackend::send(int lane_idx, const CombineParams& params) {
   check();
   const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const auto stream = static_cast<CUstream>(params.stream);
-  const Capture capture = follow(stream, params.wait_event);
+  const Turn turn = follow(static_cast<CUstream>(params.stream), params.wait_event);
   lane.combine = prepare(lane_idx, params);
-  launch(Phase::SEND, lane.combine, stream, params.max_num_blocks);
-  order_.note(stream, capture);
+  launch(Phase::SEND, lane.combine, turn, params.max_num_blocks);
   lane.combine_max_blocks = params.max_num_blocks;
   lane.is_received[static_cast<int>(Step::COMBINE)] = false;
   ++stats_.combine_calls;
@@ -215,17 +208,14 @@ void CudaBackend::receive(Step step, int lane_idx, void* stream_address) {
   const Range range(step == Step::DISPATCH ? "expertwire dispatch receive" : "expertwire combine receive");
   const CurrentContext current(memory_->context);
   Lane& lane = lanes_[static_cast<std::size_t>(lane_idx)];
-  const auto stream = static_cast<CUstream>(stream_address);
-  const Capture capture = follow(stream, nullptr);
+  const Turn turn = follow(static_cast<CUstream>(stream_address), nullptr);
   if (step == Step::DISPATCH)
-    launch(choose(dispatch_, Phase::RECEIVE, lane.dispatch.num_tokens), lane.dispatch, stream,
-           lane.dispatch_max_blocks);
+    launch(choose(dispatch_, Phase::RECEIVE, lane.dispatch.num_tokens), lane.dispatch, turn, lane.dispatch_max_blocks);
   else
-    launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, stream, lane.combine_max_blocks);
-  order_.note(stream, capture);
+    launch(choose(combine_, Phase::RECEIVE, lane.combine.num_tokens), lane.combine, turn, lane.combine_max_blocks);
   // Whether it can be asked after or not, it is received.
   lane.is_received[static_cast<int>(step)] =
-      driver().cuEventRecord(lane.received[static_cast<int>(step)], stream) == CUDA_SUCCESS;
+      driver().cuEventRecord(lane.received[static_cast<int>(step)], turn.stream) == CUDA_SUCCESS;
   memory_->report->raise_loss(problem_);
 }
 

@@ -8,11 +8,10 @@
 namespace expertwire::cuda {
 
 // From memory that the host may change again once this returns: the driver takes what it copies first.
-void CudaBackend::write_placement(CUstream stream) {
-  const std::vector<i32>& table = problem_.physical_of_logical;
-  if (table.empty()) return;
-  cuda::check(driver().cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(placement_), table.data(),
-                                         table.size() * sizeof(i32), stream),
+void CudaBackend::write_placement(const std::vector<i32>& physical_of_logical, CUstream stream) {
+  if (physical_of_logical.empty()) return;
+  cuda::check(driver().cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(placement_), physical_of_logical.data(),
+                                         physical_of_logical.size() * sizeof(i32), stream),
               "cuMemcpyHtoDAsync");
 }
 
@@ -26,13 +25,12 @@ void CudaBackend::check_update(void* stream) {
 void CudaBackend::update_placement(std::vector<i32> physical_of_logical, void* stream) {
   const CurrentContext current(memory_->context);
   const BesideCaptures beside;
-  const auto on = static_cast<CUstream>(stream);
-  const Capture capture = follow(on, nullptr);
+  const Turn turn = follow(static_cast<CUstream>(stream), nullptr);
   // A copy behind an operation that waits for a peer would hold up the copies of other ranks on this GPU, the peer's too.
-  cuda::check(driver().cuStreamSynchronize(on), "cuStreamSynchronize");
+  cuda::check(driver().cuStreamSynchronize(turn.stream), "cuStreamSynchronize");
+  write_placement(physical_of_logical, turn.stream);
+  order_.note(turn);
   problem_.physical_of_logical = std::move(physical_of_logical);
-  write_placement(on);
-  order_.note(on, capture);
 }
 
 }  // namespace expertwire::cuda

@@ -32,6 +32,12 @@ bool is_capturing(CUstream stream) {
 
 }  // namespace
 
+bool is_stream_capturing(void* stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &status) == CUDA_SUCCESS &&
+         status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 BesideCaptures::BesideCaptures() noexcept : before_(CU_STREAM_CAPTURE_MODE_RELAXED) {
   driver().cuThreadExchangeStreamCaptureMode(&before_);
 }
@@ -68,34 +74,33 @@ Capture StreamOrder::capture_of(CUstream stream) const {
   return capture;
 }
 
-Capture StreamOrder::follow(CUstream stream) {
+Turn StreamOrder::follow(CUstream stream) {
   const Driver& cuda = driver();
-  const Capture capture = capture_of(stream);
-  if (capture.is_active) {
-    if (!is_new(capture) && last_captured_stream_ != stream) {
+  const Turn turn{stream, capture_of(stream)};
+  if (turn.capture.is_active) {
+    if (!is_new(turn.capture) && last_captured_stream_ != stream) {
       check(cuda.cuEventRecord(last_captured_work_, last_captured_stream_), "cuEventRecord");
       check(cuda.cuStreamWaitEvent(stream, last_captured_work_, 0), "cuStreamWaitEvent");
     }
-    return capture;
+    return turn;
   }
-  if (last_stream_ == stream) return capture;
+  if (last_stream_ == stream) return turn;
   if (last_stream_) record_last_work();
   if (has_work_) check(cuda.cuStreamWaitEvent(stream, last_work_, 0), "cuStreamWaitEvent");
-  return capture;
+  return turn;
 }
 
-void StreamOrder::note(CUstream stream, const Capture& capture) {
-  if (capture.is_active) {
-    // A caller keeps the stream of the last call alive, and for him that is this one.
-    if (last_stream_ && *last_stream_ != stream && try_to_record()) last_stream_.reset();
-    capture_ = capture.id;
-    last_captured_stream_ = stream;
+void StreamOrder::note(const Turn& turn) noexcept {
+  if (turn.capture.is_active) {
+    // A caller keeps the stream of the last call alive, and for him that is this one. (It cannot be recorded if it is.)
+    if (last_stream_ && try_to_record()) last_stream_.reset();
+    capture_ = turn.capture.id;
+    last_captured_stream_ = turn.stream;
     return;
   }
-  last_stream_ = stream;
-  if (stream != per_thread_stream()) return;
-  record_last_work();  // another thread's next call would mean a stream of its own by this name
-  last_stream_.reset();
+  last_stream_ = turn.stream;
+  // Another thread's next call would mean a stream of its own by the same name.
+  if (turn.stream == per_thread_stream() && try_to_record()) last_stream_.reset();
 }
 
 void StreamOrder::record_last_work() {

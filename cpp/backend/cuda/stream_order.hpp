@@ -15,6 +15,15 @@ struct Capture {
   CUgraph graph = nullptr;
 };
 
+// As far as the driver says, which does not of the default stream beside the capture of one that waits for it.
+bool is_stream_capturing(void* stream);
+
+// A place for work: on a stream, behind all work before it.
+struct Turn {
+  CUstream stream = nullptr;
+  Capture capture;
+};
+
 // Lets this thread do, while it lives, what a capture in progress forbids and would be invalidated by, such as waiting for
 // an event that has nothing to do with it.
 class BesideCaptures {
@@ -43,9 +52,9 @@ class StreamOrder {
   Capture capture_of(CUstream stream) const;
   // Orders what is put on the stream next behind the work before it. In a graph, behind what is in the graph: the graph is
   // ordered behind work outside of it by whoever launches it.
-  Capture follow(CUstream stream);
+  Turn follow(CUstream stream);
   bool is_new(const Capture& capture) const { return capture.id != capture_; }
-  void note(CUstream stream, const Capture& capture);
+  void note(const Turn& turn) noexcept;
 
   // From here on the caller's streams are not touched any more: they may be gone.
   void let_go() noexcept;

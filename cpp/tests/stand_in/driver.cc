@@ -48,7 +48,9 @@ class Driver final : public Control {
     for (const auto& [destroy, object] : held_) destroy(object);
     held_.clear();
   }
+  int num_events() const override { return static_cast<int>(num_events_); }
   int num_mistakes() const override { return num_mistakes_; }
+  bool is_relaxed() const override { return mode == CU_STREAM_CAPTURE_MODE_RELAXED; }
 
   void log(const std::string& line) {
     const std::lock_guard lock(mutex_);
@@ -75,6 +77,19 @@ class Driver final : public Control {
     log(line);
     return CUDA_SUCCESS;
   }
+  CUresult record(CUevent event, CUstream stream) {
+    recorded_[event] = capture_of(stream);
+    return use(stream, "record " + std::to_string(reinterpret_cast<std::uintptr_t>(event)) + " on " +
+                           std::to_string(address(stream)));
+  }
+  CUresult wait(CUstream stream, CUevent event) {
+    const std::string line =
+        "wait " + std::to_string(address(stream)) + " for " + std::to_string(reinterpret_cast<std::uintptr_t>(event));
+    const auto found = recorded_.find(event);
+    if (found == recorded_.end()) return mistake("nothing recorded: " + line);
+    if (found->second != capture_of(stream)) return mistake("across captures: " + line);
+    return use(stream, line);
+  }
   // What a capture in global mode forbids.
   CUresult forbidden(const std::string& line) {
     if (global_capture_ && mode != CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -94,6 +109,12 @@ class Driver final : public Control {
   static thread_local CUstreamCaptureMode mode;
 
  private:
+  std::uint64_t capture_of(CUstream stream) {  // 0: none
+    const StreamState& state = streams_[address(stream)];
+    return state.capture == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : state.id;
+  }
+
+  std::map<CUevent, std::uint64_t> recorded_;  // in which capture
   std::mutex mutex_;
   std::string log_, told_;
   std::map<std::uintptr_t, StreamState> streams_;
@@ -196,16 +217,14 @@ CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus* statu
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
   return std::swap(*mode, self().mode), CUDA_SUCCESS;
 }
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
-  return self().use(stream, "wait " + text(stream) + " for " + text(event));
-}
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) { return self().wait(stream, event); }
 CUresult cuEventCreate(CUevent* event, unsigned) {
   return *event = reinterpret_cast<CUevent>(self().next_event()), CUDA_SUCCESS;
 }
-CUresult cuEventDestroy_v2(CUevent) { return CUDA_SUCCESS; }
+CUresult cuEventDestroy_v2(CUevent event) { return self().log("destroy " + text(event)), CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (self().fails("cuEventRecord")) return expertwire::test::stand_in::kInvalidHandle;
-  return self().use(stream, "record " + text(event) + " on " + text(stream));
+  return self().record(event, stream);
 }
 CUresult cuEventSynchronize(CUevent event) {
   if (self().fails("cuEventSynchronize")) return expertwire::test::stand_in::kLaunchFailed;
@@ -258,6 +277,7 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, std::size_t bytes, CUs
   return std::memcpy(to, at(from), bytes), CUDA_SUCCESS;
 }
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream) {
+  if (self().fails("cuMemcpyDtoDAsync")) return expertwire::test::stand_in::kLaunchFailed;
   return std::memcpy(at(to), at(from), bytes), CUDA_SUCCESS;
 }
 CUresult cuMemGetAllocationGranularity(std::size_t* bytes, const CUmemAllocationProp*, int) {

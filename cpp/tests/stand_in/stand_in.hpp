@@ -25,8 +25,12 @@ class Control {
   virtual void make_foreign(std::uintptr_t stream) = 0;
   // The next `times` calls of an entry point fail.
   virtual void fail(const char* call, int times) = 0;
-  virtual void destroy_graph() = 0;  // every graph that holds something
+  virtual void destroy_graph() = 0;    // every graph that holds something
+  virtual int num_events() const = 0;  // that were made so far
+  // What a real driver or a caller would not forgive, among others: waiting in a capture for what was recorded outside of it,
+  // and the other way round; asking after a stream that is gone.
   virtual int num_mistakes() const = 0;
+  virtual bool is_relaxed() const = 0;  // this thread's capture mode
 };
 
 using GetControl = Control*();

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from expertwire import _core
 from expertwire.interop.arrays import refuse
 
 _STREAMS = "must be None, an address, a torch.cuda.Stream, a CuPy stream or an object with __cuda_stream__"
@@ -65,16 +66,6 @@ def current_stream(device: str) -> object:
     return 0
 
 
-def is_capturing(device: str) -> bool:
-    """Whether a framework's current stream is being captured into a CUDA graph. Never on the CPU."""
-    if device == "cpu":
-        return False
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    if torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return True
-    return cupy is not None and cupy.cuda.is_available() and bool(cupy.cuda.get_current_stream().is_capturing())
-
-
 class HeldStreams:
     """Streams of one communicator that must live, for its next call on another one comes back to the last.
 
@@ -96,8 +87,8 @@ class HeldStreams:
         return address
 
     def used(self) -> None:
-        """The last one has been used: the others may go."""
-        if len(self._held) > 1:
+        """The last one has been used: the others may go. Not so in a capture, after which the core looks back."""
+        if len(self._held) > 1 and not _core.is_stream_capturing(stream_address(self._held[-1], self._device)):
             del self._held[:-1]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from expertwire import _core
 from expertwire.communicator import MoECommunicator
 from expertwire.errors import InvalidArgumentError, PeerLostError, UnsupportedError
 from expertwire.groups import Group
-from expertwire.interop.cuda import is_capturing
 from expertwire.types import (
     CombineMode,
     DispatchDataType,
@@ -167,3 +168,8 @@ class Communicators:
                 "are all in captured CUDA graphs: make another Buffer"
             )
         self._kept.pop(oldest).comm.close()
+
+
+def is_capturing(device: str) -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return device != "cpu" and bool(torch.cuda.is_current_stream_capturing())

@@ -54,7 +54,7 @@ __device__ __noinline__ bool drop_old_sums(const CombineKernelParams& p, u32 epo
     const i32 rank_of_lane = load_own_facts(p, item).rank();
 #pragma unroll 1
     for (i32 r = 0; r < kRanks; ++r) {
-      if (r == c.rank || is_absent(r) || __any_sync(kAllLanes, rank_of_lane == r) == 0) continue;
+      if (__any_sync(kAllLanes, rank_of_lane == r) == 0 || r == c.rank || is_absent(r)) continue;
       const u32 told = poll_packet(combine_packet(c.inbox, c.buffers, r), c.buffers.epoch, r, wait);
       if ((told & kHearsBeforeItSums) != 0) continue;
       Word* row = combine_row(c.inbox, c.buffers, static_cast<u64>(r) * kMaxTokens + static_cast<u64>(token));
