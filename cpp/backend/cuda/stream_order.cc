@@ -109,6 +109,7 @@ void StreamOrder::record_last_work() {
 }
 
 bool StreamOrder::try_to_record() noexcept {
+  const BesideCaptures beside;
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   const bool is_recorded = driver().cuStreamIsCapturing(*last_stream_, &status) == CUDA_SUCCESS &&
                            status == CU_STREAM_CAPTURE_STATUS_NONE &&

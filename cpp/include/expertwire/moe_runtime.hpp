@@ -209,7 +209,8 @@ class MoERuntime {
   ///                    they are launched in this order
   /// @param collective  false: nothing is exchanged, and this rank's table is replaced; that all who go on give the same
   ///                    one is up to the caller. For those who are left when a rank was lost
-  /// @throws Error InvalidArgument, PeerLost, Backend
+  /// @throws Error InvalidArgument, PeerLost, Backend: the driver refused the copy after all had agreed, so that this rank
+  ///     alone has the old table: call again with collective = false
   void update_placement(const std::vector<int>& placement, void* stream = nullptr, bool collective = true);
 
   int rank() const noexcept;
