@@ -119,6 +119,19 @@ def test_the_stream_used_last_is_held_until_another_one_has_been_used() -> None:
         held.address("cuda")
 
 
+def test_streams_are_held_while_the_last_one_is_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, streams, capturing = HeldStreams("cuda:3"), [Foreign(0x10), Foreign(0x20)], [0x20]
+    monkeypatch.setattr("expertwire._core.is_stream_capturing", lambda stream: stream in capturing)
+    alive = [weakref.ref(stream) for stream in streams]
+    for address in (0x10, 0x20):
+        assert held.address(streams.pop(0)) == address
+        held.used()
+    assert all(one() is not None for one in alive)
+    capturing.clear()
+    held.used()
+    assert [one() is not None for one in alive] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("stream", "words"),
     [

@@ -107,7 +107,7 @@ std::vector<KernelImage> precompile_cuda_kernels(const Problem& problem, const s
 void set_nvrtc_search_path(const std::vector<std::string>& folders);
 // Ranges for a profiler: "off", "on", or why there are none although EXPERTWIRE_NVTX is 1.
 std::string nvtx_state();
-// Whether a CUDA stream is being captured into a graph. Throws Unsupported without a driver.
+// Whether a CUDA stream is being captured into a graph; false without a driver.
 bool is_stream_capturing(void* stream);
 // Why this machine cannot run the CUDA backend, and what to do; nullopt if it can.
 std::optional<std::string> cuda_why_unusable();

@@ -275,6 +275,8 @@ const Driver& driver() {
   return loaded.driver;
 }
 
+bool has_driver() { return loaded_driver().problem.empty(); }
+
 void check(CUresult result, const char* call) {
   if (result == CUDA_SUCCESS) return;
   std::string text = std::string(call) + ": " + describe(loaded_driver().driver, result);

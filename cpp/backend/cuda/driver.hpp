@@ -91,6 +91,9 @@ struct Driver {
 // The driver, initialised. Throws Unsupported, with what to do, where there is none, it is too old, or it shows no GPU.
 const Driver& driver();
 
+// Whether driver() does not throw.
+bool has_driver();
+
 // Throws Backend, "call: NAME: the driver's text", unless `result` is CUDA_SUCCESS.
 void check(CUresult result, const char* call);
 

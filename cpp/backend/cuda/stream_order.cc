@@ -33,6 +33,7 @@ bool is_capturing(CUstream stream) {
 }  // namespace
 
 bool is_stream_capturing(void* stream) {
+  if (!has_driver()) return false;
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   return driver().cuStreamIsCapturing(static_cast<CUstream>(stream), &status) == CUDA_SUCCESS &&
          status != CU_STREAM_CAPTURE_STATUS_NONE;

@@ -15,7 +15,7 @@ struct Capture {
   CUgraph graph = nullptr;
 };
 
-// As far as the driver says, which does not of the default stream beside the capture of one that waits for it.
+// As far as the driver says, if there is one, which does not of the default stream beside the capture of one that waits for it.
 bool is_stream_capturing(void* stream);
 
 // A place for work: on a stream, behind all work before it.
