@@ -46,6 +46,10 @@ class State(NamedTuple):
     fault: str = ""
 
 
+def _packet(reader: int, is_combine: bool, epoch: int) -> int:
+    return (reader * 2 + is_combine) * NUM_PACKETS + epoch % NUM_PACKETS
+
+
 class LateWeights:
     """Dispatches and combines with weights of two ranks under a scenario."""
 
@@ -74,20 +78,17 @@ class LateWeights:
         packets, weights, other = list(state.packets), list(state.weights), 1 - me
         fault = ""
         if block == PACKETS:
-            of_other = ((other * 2 + (rows is not None)) * NUM_PACKETS) + epoch % NUM_PACKETS
-            own = ((me * 2 + (rows is not None)) * NUM_PACKETS) + epoch % NUM_PACKETS
             if step == 0:
-                packets[of_other] = epoch
-            elif packets[own] != epoch:
+                packets[_packet(other, rows is not None, epoch)] = epoch
+            elif packets[_packet(me, rows is not None, epoch)] != epoch:
                 return
         elif rows is not None:
             at = me * self.scenario.num_buffers
             if step == 0 and (rows[other] or self.scenario.to_all):
                 weights[other * self.scenario.num_buffers + epoch % self.scenario.num_buffers] = epoch
             elif step == 1 and rows[me]:
-                has_packet = packets[((me * 2 + 1) * NUM_PACKETS) + epoch % NUM_PACKETS] == epoch
                 found = weights[at + epoch % self.scenario.num_buffers]
-                if not has_packet or found == 0:
+                if packets[_packet(me, True, epoch)] != epoch or found == 0:
                     return
                 fault = "" if found == epoch else f"rank {me} sums for combine {epoch} with the weights of {found}"
             elif step == 2:

@@ -25,6 +25,7 @@ set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 JOBS=${JOBS:-$(nproc)}
+limit=${LIMIT_S:+LIMIT_S=$LIMIT_S }  # as asked for
 LIMIT_S=${LIMIT_S:-700}
 sanitizer=
 if [[ ${1:-} == --sanitizer ]]; then
@@ -36,7 +37,7 @@ if [[ $# -lt 1 || $1 == -* ]]; then
   sed -n '2,/^set/{/^#/{s/^# \{0,1\}//p}}' "$0" >&2
   exit 2
 fi
-command="${ONLY:+ONLY=\"$ONLY\" }tools/gpu_check.sh ${sanitizer:+--sanitizer }$*"
+command="${ONLY:+ONLY=\"$ONLY\" }${limit}tools/gpu_check.sh ${sanitizer:+--sanitizer }$*"
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift

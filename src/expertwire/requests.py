@@ -102,9 +102,8 @@ class SentOperations:
             sent = self.by_lane.get((operation, lane))
             if sent is None or not sent.is_dropped:
                 continue
-            if stream is not None and _core.is_stream_capturing(
-                stream
-            ):  # each replay would receive once more what was sent once
+            # Each replay would receive once more what was sent once.
+            if stream is not None and _core.is_stream_capturing(stream):
                 raise HandleError(
                     f"{operation}_async: a request was dropped without wait(), and what it sent cannot be received in "
                     "a capture: let all ranks make a call outside of it first"

@@ -227,7 +227,6 @@ CudaBackend::~CudaBackend() { release(); }
 
 // The caller's stream is not touched after this, for it may be gone before the buffers are.
 void CudaBackend::close() noexcept {
-  const BesideCaptures beside;
   if (driver().cuCtxPushCurrent(memory_->context.get()) != CUDA_SUCCESS)
     return;  // the driver has shut down, with all it held
   order_.let_go();
